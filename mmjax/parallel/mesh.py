@@ -1,0 +1,23 @@
+"""The device mesh: six named axes, always all present."""
+
+import jax
+import numpy as np
+
+from mmjax import axes
+from mmjax.config import MeshConfig
+
+
+def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """Mesh of `config` over the first devices of the list (default: all there are).
+
+    Raises:
+      ValueError: an axis is open (-1), or there are too few devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = tuple(config.sizes.values())
+    if min(sizes) < 1:
+        raise ValueError(f"mesh {config.sizes} has an axis below 1; resolve -1 first with config.resolve_mesh")
+    if config.num_devices > len(devices):
+        raise ValueError(f"mesh {config.sizes} needs {config.num_devices} devices, {len(devices)} are there")
+    grid = np.asarray(devices[: config.num_devices]).reshape(sizes)
+    return jax.sharding.Mesh(grid, axes.MESH_AXES)

@@ -1,0 +1,25 @@
+"""Definition of the cross-entropy and of greedy tokens: all logits at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+
+def cross_entropy(
+    hidden: Float[Array, "T D"], head: Float[Array, "D W"], targets: Int32[Array, " T"], weights: Float[Array, " T"]
+) -> Float[Array, ""]:
+    """Weighted sum of `logsumexp(logits) - logits[target]`; a target outside the vocabulary has logit 0."""
+    logits = _logits(hidden, head)
+    target_logits = jnp.sum(logits * jax.nn.one_hot(targets, logits.shape[1], dtype=logits.dtype), axis=-1)
+    return jnp.sum(weights.astype(logits.dtype) * (jax.nn.logsumexp(logits, axis=-1) - target_logits))
+
+
+def greedy_tokens(hidden: Float[Array, "T D"], head: Float[Array, "D W"]) -> Int32[Array, " T"]:
+    """Index of the largest logit, the lowest of equal ones."""
+    return jnp.argmax(_logits(hidden, head), axis=-1).astype(jnp.int32)
+
+
+def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    wide = np.promote_types(hidden.dtype, np.float32)
+    return jnp.einsum("td,dw->tw", hidden, head, preferred_element_type=wide)

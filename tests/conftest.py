@@ -1,0 +1,112 @@
+"""Settings of all tests: 8 virtual CPU devices, strict promotion, a persistent compilation cache."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update(
+    "jax_compilation_cache_dir",
+    os.environ.get("MMJAX_TEST_CACHE", str(Path(tempfile.gettempdir()) / f"mmjax-test-cache-{os.getuid()}")),
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skipped = {"gpu": pytest.mark.skip(reason="needs a GPU")}
+    if not config.getoption("--slow"):
+        skipped["slow"] = pytest.mark.skip(reason="run with --slow")
+    for item in items:
+        for name, mark in skipped.items():
+            if name in item.keywords:
+                item.add_marker(mark)
+
+
+@pytest.fixture
+def one_device() -> Callable:
+    """`one_device(f)` runs `f` on whole arrays inside `shard_map` over a mesh of one device, as all model code runs."""
+    from mmjax.config import MeshConfig
+    from mmjax.parallel.mesh import make_mesh
+
+    mesh = make_mesh(MeshConfig())
+
+    def wrap(function: Callable) -> Callable:
+        # On one device every sum over a mesh axis is the identity, so unchecked gradients are right too.
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        )
+
+    return wrap
+
+
+@pytest.fixture
+def make_batch() -> Callable:
+    """`make_batch(model, rows=8, row_tokens=24, row_patches=24, seed=0, empty_rows=0)`: a random packed batch.
+
+    Rows hold uneven documents with 0, 1 or 2 images of several shapes and end in padding; the last `empty_rows` rows
+    are nothing but padding, filled with arbitrary tokens and patches that must not matter.
+    """
+    return _random_batch
+
+
+def _random_batch(model, *, rows=8, row_tokens=24, row_patches=24, seed=0, empty_rows=0):
+    import numpy as np
+
+    from mmjax.data.batch import Batch
+
+    random = np.random.default_rng(seed)
+    patch_values = model.vision.channels * model.vision.patch_pixels**2
+    batch = Batch(
+        tokens=random.integers(0, model.vocabulary_size, (rows, row_tokens), dtype=np.int32),
+        targets=random.integers(0, model.vocabulary_size, (rows, row_tokens), dtype=np.int32),
+        loss_weight=np.zeros((rows, row_tokens), np.float32),
+        segment_ids=np.zeros((rows, row_tokens), np.int32),
+        positions=np.zeros((rows, row_tokens), np.int32),
+        feature_index=np.full((rows, row_tokens), -1, np.int32),
+        patches=random.normal(size=(rows, row_patches, patch_values)).astype(np.float32),
+        patch_segment_ids=np.zeros((rows, row_patches), np.int32),
+        patch_position=np.zeros((rows, row_patches, 3), np.int32),
+        patch_grid=np.ones((rows, row_patches, 3), np.int32),
+        patch_feature=np.full((rows, row_patches // 4), -1, np.int32),
+    )
+    for row in range(rows - empty_rows):
+        token, patch, image = 0, 0, 0
+        for document in range(1, 100):
+            length = int(random.integers(1, row_tokens // 2))
+            if token + length > row_tokens - int(random.integers(0, 4)):
+                break
+            here = slice(token, token + length)
+            batch.segment_ids[row, here] = document
+            batch.positions[row, here] = np.arange(length)
+            batch.loss_weight[row, here] = random.random(length) < 0.6
+            batch.loss_weight[row, token + length - 1] = 0
+            placed = token
+            for _ in range(int(random.integers(0, 3))):
+                height, width = 2 * random.integers(1, 3, 2)
+                num_patches, num_features = height * width, height * width // 4
+                if patch + num_patches > row_patches or placed + num_features >= token + length:
+                    continue
+                image += 1
+                groups = [(r, c) for r in range(0, height, 2) for c in range(0, width, 2)]
+                order = [(0, r + dr, c + dc) for r, c in groups for dr in (0, 1) for dc in (0, 1)]
+                batch.patch_segment_ids[row, patch : patch + num_patches] = image
+                batch.patch_position[row, patch : patch + num_patches] = order
+                batch.patch_grid[row, patch : patch + num_patches] = (1, height, width)
+                features = np.arange(patch // 4, patch // 4 + num_features)
+                batch.patch_feature[row, features] = features
+                batch.feature_index[row, placed : placed + num_features] = features
+                patch, placed = patch + num_patches, placed + num_features
+            token += length
+    return batch
