@@ -1,0 +1,58 @@
+"""The batch: what the data pipeline hands to the model."""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Batch(NamedTuple):
+    """B packed rows of S positions and P image patches. NumPy arrays from the loader, JAX arrays inside the step.
+
+    Documents of a row are numbered 1, 2, ... and so are its images; 0 is padding. Four consecutive patches are one 2x2
+    merge group ((0, 0), (0, 1), (1, 0), (1, 1)), groups row-major within an image, images in the order of their
+    placeholders; so the features of a row (merged patches) are numbered in the order of its placeholder tokens.
+    """
+
+    tokens: Any
+    """[B, S] int32."""
+    targets: Any
+    """[B, S] int32: the next token of the same document."""
+    loss_weight: Any
+    """[B, S] float32: 1 where the target belongs to an answer (its end token included), else 0."""
+    segment_ids: Any
+    """[B, S] int32: the document of each position."""
+    positions: Any
+    """[B, S] int32: position within the document."""
+    feature_index: Any
+    """[B, S] int32: feature of the row that stands in place of this token's embedding; -1 none."""
+    patches: Any
+    """[B, P, C*p*p] float32 in [-1, 1], flattened channel first ([C, p, p])."""
+    patch_segment_ids: Any
+    """[B, P] int32: the image of each patch."""
+    patch_position: Any
+    """[B, P, 3] int32: frame, row and column within the image, in patches."""
+    patch_grid: Any
+    """[B, P, 3] int32: frames, rows and columns of the image; ones in padding, so that dividing by it is safe."""
+    patch_feature: Any
+    """[B, P/4] int32: feature that each merge group gives; -1 in padding."""
+
+
+def digest(batch: Batch) -> str:
+    """SHA-256 over names, dtypes, shapes and values."""
+    total = hashlib.sha256()
+    for name, array in zip(batch._fields, batch, strict=True):
+        array = np.ascontiguousarray(array)
+        total.update(f"{name} {array.dtype} {array.shape}".encode())
+        total.update(array.tobytes())
+    return total.hexdigest()
+
+
+def supervised_tokens(batch: Batch) -> int:
+    """How many targets count in the loss."""
+    return int(np.count_nonzero(np.asarray(batch.loss_weight)))
+
+
+def fill_rate(batch: Batch) -> float:
+    """Share of the positions that hold a document."""
+    return float(np.mean(np.asarray(batch.segment_ids) > 0))

@@ -1,0 +1,155 @@
+"""Pictures: opened safely, resized to a budget of patches, cut into patches in merge order.
+
+The rules are those of Kimi's processor: scale down only, pad with black at the right and bottom to whole merge groups,
+normalise to (x / 255 - 0.5) / 0.5. Pixels are taken as stored (no EXIF rotation); of an animation, the first frame.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import PIL.Image
+
+from mmjax.data.files import open_regular, reason
+from mmjax.data.sources.conversation import ImageFile, Picture
+from mmjax.errors import DataError
+
+# Formats that are pictures and nothing else: EPS and SVG are programs.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+MAX_SIDE_PATCHES = 512
+# Pillow's own limit raises from inside `open`, without our message; ours is tested before any decoding.
+PIL.Image.MAX_IMAGE_PIXELS = None
+
+
+def read_size(picture: Picture, max_pixels: int) -> tuple[int, int]:
+    """(width, height) of a picture; of a file, its header alone is read."""
+    if isinstance(picture, np.ndarray):
+        return picture.shape[1], picture.shape[0]
+    with _opened(picture, max_pixels) as image:
+        return image.size
+
+
+def read_pixels(picture: Picture, *, max_pixels: int, channels: int) -> np.ndarray:
+    """uint8 [height, width, channels]. Transparent pictures are laid on white; 16-bit grey keeps its upper 8 bits."""
+    mode = {1: "L", 3: "RGB"}[channels]
+    if isinstance(picture, np.ndarray):
+        pixels = np.asarray(PIL.Image.fromarray(picture).convert(mode)) if picture.ndim == 3 else picture
+    else:
+        with _opened(picture, max_pixels) as image:
+            pixels = np.asarray(_flattened(image).convert(mode))
+    return pixels if pixels.ndim == 3 else np.repeat(pixels[:, :, None], channels, axis=2)
+
+
+def _flattened(image: PIL.Image.Image) -> PIL.Image.Image:
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), image)
+    if image.mode.startswith("I;16"):
+        return PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image
+
+
+def fitted_size(width: int, height: int, *, patch_pixels: int, max_patches: int) -> tuple[int, int]:
+    """(width, height) in pixels that keep the shape and cover, with padding, at most `max_patches` patches.
+
+    scale = min(1, sqrt(max_patches / ((width // p) (height // p))), 512 p / width, 512 p / height)
+
+    and smaller where the padding of a long, thin picture would pass the limit.
+    """
+    area = max(1, width // patch_pixels) * max(1, height // patch_pixels)
+    scale = min(
+        1.0, math.sqrt(max_patches / area), *(MAX_SIDE_PATCHES * patch_pixels / side for side in (width, height))
+    )
+    while True:
+        fitted = max(1, int(width * scale)), max(1, int(height * scale))
+        count = math.prod(grid(*fitted, patch_pixels=patch_pixels))
+        if count <= max(4, max_patches):
+            return fitted
+        scale *= min(0.99, math.sqrt(max_patches / count))
+
+
+def grid(width: int, height: int, *, patch_pixels: int) -> tuple[int, int]:
+    """(rows, columns) of patches after padding; both even."""
+    return 2 * math.ceil(height / (2 * patch_pixels)), 2 * math.ceil(width / (2 * patch_pixels))
+
+
+def resize(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """`pixels` [height, width, channels] at another (width, height), bicubic with antialiasing."""
+    if (pixels.shape[1], pixels.shape[0]) == size:
+        return pixels
+    image = PIL.Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    return np.asarray(image.resize(size, PIL.Image.Resampling.BICUBIC)).reshape(size[1], size[0], -1)
+
+
+def to_patches(pixels: np.ndarray, patch_pixels: int) -> np.ndarray:
+    """uint8 [height, width, C] -> float32 [patches, C*p*p], padded, normalised, in merge order."""
+    rows, columns = grid(pixels.shape[1], pixels.shape[0], patch_pixels=patch_pixels)
+    padding = (rows * patch_pixels - pixels.shape[0], columns * patch_pixels - pixels.shape[1])
+    padded = np.pad(pixels, ((0, padding[0]), (0, padding[1]), (0, 0))) if any(padding) else pixels
+    cells = padded.reshape(rows // 2, 2, patch_pixels, columns // 2, 2, patch_pixels, -1)
+    ordered = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, -1)
+    return ordered.astype(np.float32) / np.float32(127.5) - np.float32(1)
+
+
+@functools.cache
+def patch_positions(rows: int, columns: int) -> np.ndarray:
+    """int32 [rows * columns, 3]: frame, row, column of each patch in merge order."""
+    places = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), axis=-1)
+    ordered = places.reshape(rows // 2, 2, columns // 2, 2, 2).swapaxes(1, 2).reshape(-1, 2)
+    return np.pad(ordered, ((0, 0), (1, 0))).astype(np.int32)
+
+
+@contextmanager
+def _opened(file: ImageFile, max_pixels: int) -> Iterator[PIL.Image.Image]:
+    """The image, header read. All that goes wrong until the block ends becomes a DataError that names the file."""
+    where = f"{file.where}, image {file.path!r}"
+    path = _confined(file, where)
+    try:
+        with open_regular(path) as stream, PIL.Image.open(stream, formats=FORMATS) as image:
+            if image.width * image.height > max_pixels:
+                raise _refusal(
+                    where,
+                    f"{image.width} x {image.height} pixels",
+                    f"at most {max_pixels:,} pixels",
+                    "scale the picture down, or raise data.image_max_pixels",
+                )
+            yield image
+    except DataError:
+        raise
+    except PIL.UnidentifiedImageError as error:
+        raise _refusal(where, "no known picture", f"one of {', '.join(FORMATS)}", "convert or replace it") from error
+    except OSError as error:
+        found = f"no readable picture ({reason(error)})"
+        raise _refusal(where, found, "a whole picture", "check the path and the file") from error
+    except Exception as error:
+        # Decoders raise all kinds of errors on damaged files.
+        raise _refusal(where, f"a damaged picture ({error})", "a whole picture", "replace the file") from error
+
+
+def _confined(file: ImageFile, where: str) -> Path:
+    """The real path of the file, proven to lie in its root."""
+    expected = f"a path inside {file.root}"
+    if "://" in file.path or file.path.startswith("data:"):
+        raise _refusal(where, "a URL", expected, "download the picture first: training uses no network")
+    written = PurePosixPath(file.path)
+    if not file.path or "\0" in file.path or written.is_absolute() or ".." in written.parts:
+        raise _refusal(
+            where,
+            "a path that is empty, absolute or leads upwards",
+            expected,
+            "set data.media_root and use relative paths",
+        )
+    try:
+        root, path = file.root.resolve(strict=True), (file.root / written).resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise _refusal(where, f"no such file ({error})", expected, "check the path and data.media_root") from error
+    if not path.is_relative_to(root):
+        raise _refusal(where, f"a link to {path}", expected, "copy the picture into the folder")
+    return path
+
+
+def _refusal(where: str, found: str, expected: str, remedy: str) -> DataError:
+    return DataError(where, found=found, expected=expected, remedy=remedy)

@@ -1,0 +1,68 @@
+"""What a source gives: conversations made of text and pictures."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+
+Role = Literal["system", "user", "assistant"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFile:
+    """A picture in a file that nobody has opened yet."""
+
+    where: str
+    """The record that names it, for messages."""
+    root: Path
+    """Folder that it must lie in."""
+    path: str
+    """As the record writes it, relative to `root`."""
+
+
+Picture = np.ndarray | ImageFile
+"""uint8 [height, width] or [height, width, 3], or a file."""
+Part = str | Picture
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Message:
+    """One turn."""
+
+    role: Role
+    parts: tuple[Part, ...]
+    is_supervised: bool
+    """Whether its tokens are learned."""
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str)).strip()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """One conversation."""
+
+    where: str
+    """File and line, or the name and number of a generated sample."""
+    messages: tuple[Message, ...]
+    kind: str = ""
+    """Kind of question, for evaluation by kind."""
+
+    @property
+    def pictures(self) -> Iterator[Picture]:
+        return (part for message in self.messages for part in message.parts if not isinstance(part, str))
+
+
+class Source(Protocol):
+    """Samples by number. `source[i]` raises DataError where sample i cannot be used."""
+
+    digest: str
+    """Changes whenever any sample could."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
