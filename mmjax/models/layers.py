@@ -1,6 +1,8 @@
 """Small pieces shared by all modules: parameters with named axes, their use, norms, the dense MLP."""
 
-from collections.abc import Callable
+import functools
+import zlib
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,27 +18,55 @@ Initializer = Callable[[jax.Array, tuple[int, ...], jax.typing.DTypeLike], jax.A
 
 
 def parameter(
-    rngs: nnx.Rngs,
     initializer: Initializer,
     shape: tuple[int, ...],
     array_axes: tuple[str | None, ...],
     dtype: jax.typing.DTypeLike,
-) -> nnx.Param:
-    """A trained array. `array_axes` names each of its axes for the sharding table (None: never split)."""
+    *,
+    kind: type[nnx.Variable] = nnx.Param,
+) -> nnx.Variable:
+    """A described array of a model: shape, dtype, how it starts, and a name for each axis (None: never split).
+
+    Holds no numbers: `initial_arrays` draws them by path, and a step puts arrays or tracers in their place.
+    """
     assert len(shape) == len(array_axes)
-    return nnx.Param(initializer(rngs.params(), shape, dtype), array_axes=array_axes)
+    return kind(jax.ShapeDtypeStruct(shape, np.dtype(dtype)), array_axes=array_axes, initializer=initializer)
 
 
+@functools.cache
 def normal(standard_deviation: float) -> Initializer:
+    """The same function for the same deviation, so that programs which draw arrays of one shape are shared."""
     return jax.nn.initializers.normal(standard_deviation)
 
 
-def ones(rngs: nnx.Rngs, width: int, dtype: jax.typing.DTypeLike) -> nnx.Param:
+def ones(width: int, dtype: jax.typing.DTypeLike) -> nnx.Variable:
     """Scale of a norm, held whole on every device."""
-    return parameter(rngs, jax.nn.initializers.ones, (width,), (None,), dtype)
+    return parameter(jax.nn.initializers.ones, (width,), (None,), dtype)
 
 
-def use(weight: nnx.Param, dtype: jax.typing.DTypeLike) -> jax.Array:
+def initial_arrays(
+    variables: Mapping[str, nnx.Variable], key: jax.Array, shardings: Mapping[str, jax.sharding.Sharding] | None = None
+) -> dict[str, jax.Array]:
+    """Arrays for described variables, by path; each depends on `key`, its path and its shape alone."""
+    return {
+        path: _draw(
+            variable.get_metadata()["initializer"],
+            variable.get_value().shape,
+            variable.get_value().dtype,
+            shardings[path] if shardings else None,
+        )(jax.random.fold_in(key, zlib.crc32(path.encode())))
+        for path, variable in variables.items()
+    }
+
+
+@functools.cache
+def _draw(initializer: Initializer, shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None):
+    # Each of these programs runs a few times only: compile fast.
+    options: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+    return jax.jit(lambda key: initializer(key, shape, dtype), out_shardings=sharding, compiler_options=options)
+
+
+def use(weight: nnx.Variable, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The weight as this device computes with it: cast to `dtype`, gathered where it rests split."""
     return gather_for_use(weight.get_value(), weight.get_metadata()["array_axes"], dtype)
 
@@ -62,7 +92,6 @@ class DenseMlp(nnx.Module):
 
     def __init__(
         self,
-        rngs: nnx.Rngs,
         *,
         width: int,
         hidden_width: int,
@@ -71,9 +100,9 @@ class DenseMlp(nnx.Module):
         dtype: jax.typing.DTypeLike,
     ):
         self.activation = activation
-        self.gate = parameter(rngs, initializer, (width, hidden_width), ("model_weight", "hidden"), dtype)
-        self.up = parameter(rngs, initializer, (width, hidden_width), ("model_weight", "hidden"), dtype)
-        self.down = parameter(rngs, initializer, (hidden_width, width), ("hidden", "model_weight"), dtype)
+        self.gate = parameter(initializer, (width, hidden_width), ("model_weight", "hidden"), dtype)
+        self.up = parameter(initializer, (width, hidden_width), ("model_weight", "hidden"), dtype)
+        self.down = parameter(initializer, (hidden_width, width), ("hidden", "model_weight"), dtype)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """`inputs` [..., D] -> [..., D] of the same dtype."""

@@ -7,17 +7,18 @@ import jax
 from flax import nnx
 
 
-def init_stack(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_repeats: int) -> nnx.Module:
-    """`num_repeats` modules of `make`, each with its own random numbers, as one whose Variables are stacked.
+def stacked(layer: nnx.Module, num_repeats: int) -> nnx.Module:
+    """The described module `layer` as a stack of `num_repeats` of them: each variable gains a leading axis.
 
-    `array_axes` name the axes of one layer; the leading axis is implied. `make` may build any tree of modules.
+    `array_axes` go on naming the axes of one layer; the leading axis is implied.
     """
 
-    def initial_state(key: jax.Array) -> nnx.State:
-        return nnx.state(make(nnx.Rngs(params=key)))
+    def add_axis(variable: nnx.Variable) -> nnx.Variable:
+        one = variable.get_value()
+        return variable.replace(jax.ShapeDtypeStruct((num_repeats, *one.shape), one.dtype))
 
-    graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
-    return nnx.merge(graph, jax.vmap(initial_state)(jax.random.split(rngs.params(), num_repeats)))
+    graph, state = nnx.split(layer)
+    return nnx.merge(graph, jax.tree.map(add_axis, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
 def scan_stack(

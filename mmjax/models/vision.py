@@ -20,7 +20,7 @@ from flax import nnx
 from mmjax.config import VisionConfig
 from mmjax.models import layers
 from mmjax.models.layers import Initializer, at_least_float32, normal, parameter, use
-from mmjax.models.stack import init_stack, scan_stack
+from mmjax.models.stack import scan_stack, stacked
 from pallas_kernels.sparse_attention.api import attention
 
 # Base of the frequencies of the fixed time table; released configurations do not name it.
@@ -30,15 +30,15 @@ TIME_BASE = 10000.0
 class VisionTower(nnx.Module):
     """Patches to merged features. Runs whole on every device of the tensor axis."""
 
-    def __init__(self, rngs: nnx.Rngs, vision: VisionConfig, initializer_range: float, dtype: jax.typing.DTypeLike):
+    def __init__(self, vision: VisionConfig, initializer_range: float, dtype: jax.typing.DTypeLike):
         initializer = normal(initializer_range)
         patch_values = vision.channels * vision.patch_pixels**2
         table_shape = (vision.table_rows, vision.table_columns, vision.width)
         self.vision = vision
-        self.patch_embedding = parameter(rngs, initializer, (patch_values, vision.width), (None, "model_weight"), dtype)
-        self.position_table = parameter(rngs, normal(1.0), table_shape, (None, None, "model_weight"), dtype)
-        self.layers = init_stack(lambda rngs: VisionLayer(rngs, vision, initializer, dtype), rngs, vision.num_layers)
-        self.final_norm = layers.ones(rngs, vision.width, dtype)
+        self.patch_embedding = parameter(initializer, (patch_values, vision.width), (None, "model_weight"), dtype)
+        self.position_table = parameter(normal(1.0), table_shape, (None, None, "model_weight"), dtype)
+        self.layers = stacked(VisionLayer(vision, initializer, dtype), vision.num_layers)
+        self.final_norm = layers.ones(vision.width, dtype)
 
     def __call__(
         self, patches: jax.Array, segment_ids: jax.Array, position: jax.Array, grid: jax.Array, feature: jax.Array
@@ -68,14 +68,14 @@ class VisionTower(nnx.Module):
 class VisionLayer(nnx.Module):
     """Attention inside each image, then an MLP; both pre-normed, no biases."""
 
-    def __init__(self, rngs: nnx.Rngs, vision: VisionConfig, initializer: Initializer, dtype: jax.typing.DTypeLike):
-        make = partial(parameter, rngs, initializer, dtype=dtype)
+    def __init__(self, vision: VisionConfig, initializer: Initializer, dtype: jax.typing.DTypeLike):
+        make = partial(parameter, initializer, dtype=dtype)
         heads = (vision.num_heads, vision.head_width)
         self.epsilon = vision.norm_epsilon
-        self.attention_norm = layers.ones(rngs, vision.width, dtype)
+        self.attention_norm = layers.ones(vision.width, dtype)
         self.query_key_value = make((vision.width, 3, *heads), ("model_weight", None, None, None))
         self.output = make((*heads, vision.width), (None, None, "model_weight"))
-        self.mlp_norm = layers.ones(rngs, vision.width, dtype)
+        self.mlp_norm = layers.ones(vision.width, dtype)
         self.up = make((vision.width, vision.hidden_width), ("model_weight", None))
         self.down = make((vision.hidden_width, vision.width), (None, "model_weight"))
 
@@ -101,15 +101,15 @@ class VisionLayer(nnx.Module):
 class Projector(nnx.Module):
     """Merged features [b, P/4, 4 * width] to the text width: linear, GELU (erf), linear, RMSNorm; no biases."""
 
-    def __init__(self, rngs: nnx.Rngs, vision: VisionConfig, model_width: int, dtype: jax.typing.DTypeLike):
+    def __init__(self, vision: VisionConfig, model_width: int, dtype: jax.typing.DTypeLike):
         merged = vision.merged_width
         deviation = (2 / merged) ** 0.5
         # Cut at +-2 itself, as torch's `trunc_normal_` does, not at two standard deviations.
         initializer = jax.nn.initializers.truncated_normal(deviation, lower=-2 / deviation, upper=2 / deviation)
         self.epsilon = vision.projector_norm_epsilon
-        self.up = parameter(rngs, initializer, (merged, merged), ("model_weight", None), dtype)
-        self.down = parameter(rngs, initializer, (merged, model_width), ("model_weight", None), dtype)
-        self.norm = layers.ones(rngs, model_width, dtype)
+        self.up = parameter(initializer, (merged, merged), ("model_weight", None), dtype)
+        self.down = parameter(initializer, (merged, model_width), ("model_weight", None), dtype)
+        self.norm = layers.ones(model_width, dtype)
 
     def __call__(self, features: jax.Array) -> jax.Array:
         """`features` [b, P/4, 4 * width] -> [b, P/4, D] of the same dtype; zero stays zero."""

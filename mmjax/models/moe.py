@@ -1,0 +1,174 @@
+"""Stable LatentMoE: router, routed experts in a latent space, shared experts, and what balancing counts."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mmjax.axes import TENSOR
+from mmjax.config import ModelConfig
+from mmjax.models.layers import DenseMlp, at_least_float32, normal, ones, parameter, rms_norm, use
+from mmjax.parallel.expert import exchange_experts
+from mmjax.parallel.fsdp import make_varying, varying_like
+from pallas_kernels.moe.api import expert_mlp, router_scores, select_experts, weigh_experts
+
+
+class RouterBias(nnx.Variable):
+    """Correction bias of a router [E], at least float32: moved by balancing once a step, never by a gradient."""
+
+
+class RouterStatistics(NamedTuple):
+    """What balancing needs, counted over real tokens. Sums over devices and micro-batches are sums of leaves."""
+
+    load: jax.Array
+    """[E] int32: tokens that took each expert."""
+    histogram: jax.Array
+    """[E, bins] int32: tokens by the bias each expert would have needed; no bins unless balancing is `quantile`."""
+    dropped: jax.Array
+    """int32: choices that an exchange with overflow `drop` left out."""
+
+
+def histogram_range(bias: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Array]:
+    """(lower end, bin width) of the histogram of needed biases, [...] each, for correction biases [..., E].
+
+    Scores lie in [0, 1], so a needed bias lies within 1 of the range of the current biases.
+    """
+    lowest = jnp.min(bias, axis=-1) - 1
+    return lowest, (jnp.max(bias, axis=-1) + 1 - lowest) / num_bins
+
+
+def needed_bias_histogram(
+    scores: jax.Array, threshold: jax.Array, bias: jax.Array, is_real: jax.Array, num_bins: int
+) -> jax.Array:
+    """Count per expert the bias it would have needed to be the last one a token takes.
+
+        needed[t, e] = threshold[t] - scores[t, e]
+
+    `scores` [t, E], `threshold` [t], `bias` [E], `is_real` [t] bool -> [E, bins] int32.
+    """
+    num_experts = bias.shape[0]
+    lowest, width = histogram_range(bias, num_bins)
+    bins = jnp.floor((threshold[:, None] - scores - lowest) / width).astype(jnp.int32)
+    bins = jnp.clip(bins, 0, num_bins - 1) + num_bins * jnp.arange(num_experts, dtype=jnp.int32)[None, :]
+    bins = jnp.where(is_real[:, None], bins, num_experts * num_bins)
+    counts = jnp.zeros((num_experts * num_bins,), jnp.int32).at[bins.reshape(-1)].add(1, mode="drop")
+    return counts.reshape(num_experts, num_bins)
+
+
+class LatentMoe(nnx.Module):
+    """Mixture of experts that work at a latent width between two projections, plus experts that every token takes."""
+
+    def __init__(self, model: ModelConfig):
+        moe = model.moe
+        self.model = model
+        initializer, dtype = normal(model.initializer_range), model.parameter_dtype
+        wide = at_least_float32(dtype)
+        self.router = parameter(initializer, (model.width, moe.num_experts), ("model_weight", None), wide)
+        self.bias = parameter(jax.nn.initializers.zeros, (moe.num_experts,), (None,), wide, kind=RouterBias)
+        width = moe.latent_width or model.width
+        if moe.latent_width:
+            self.latent_down = parameter(initializer, (model.width, width), ("model_weight", None), dtype)
+            if moe.latent_norm:
+                self.latent_norm = ones(width, dtype)
+            self.latent_up = parameter(initializer, (width, model.width), (None, "model_weight"), dtype)
+        shape, array_axes = (moe.num_experts, width, moe.expert_width), ("experts", None, "expert_hidden")
+        self.gate = parameter(initializer, shape, array_axes, dtype)
+        self.up = parameter(initializer, shape, array_axes, dtype)
+        shape, array_axes = (moe.num_experts, moe.expert_width, width), ("experts", "expert_hidden", None)
+        self.down = parameter(initializer, shape, array_axes, dtype)
+        if moe.num_shared_experts:
+            self.shared = DenseMlp(
+                width=model.width,
+                hidden_width=moe.num_shared_experts * moe.expert_width,
+                activation=model.activation,
+                initializer=initializer,
+                dtype=dtype,
+            )
+
+    def __call__(self, inputs: jax.Array, is_real: jax.Array) -> tuple[jax.Array, RouterStatistics]:
+        """`inputs` [b, s, d], `is_real` [b, s] bool -> [b, s, d] and this device's counts.
+
+        Padding (not `is_real`) takes no routed expert and is counted nowhere. The router sees the full width.
+        """
+        moe = self.model.moe
+        tokens, is_real = inputs.reshape(-1, inputs.shape[-1]), is_real.reshape(-1)
+        index, weight, load, histogram = self._route(tokens, is_real)
+        latent = tokens
+        if moe.latent_width:
+            latent = jnp.einsum("td,dr->tr", tokens, use(self.latent_down, tokens.dtype))
+        outputs, dropped = self._apply_experts(latent, jnp.where(is_real[:, None], index, -1))
+        wide = at_least_float32(tokens.dtype)
+        # Each device of the tensor axis holds a share of the experts' hidden width.
+        mixed = lax.psum(jnp.einsum("ta,tar->tr", weight.astype(wide), outputs.astype(wide)), TENSOR)
+        if moe.latent_width:
+            if moe.latent_norm:
+                mixed = rms_norm(mixed, use(self.latent_norm, wide), self.model.norm_epsilon)
+            result = jnp.einsum("tr,rd->td", mixed.astype(tokens.dtype), use(self.latent_up, tokens.dtype))
+        else:
+            result = mixed.astype(tokens.dtype)
+        if moe.num_shared_experts:
+            result = result + self.shared(tokens)
+        return result.reshape(inputs.shape), RouterStatistics(load, histogram, dropped)
+
+    def _route(self, tokens: jax.Array, is_real: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(experts taken [t, A], their weights [t, A], load [E], histogram [E, bins])."""
+        moe, router = self.model.moe, self.model.moe.router
+        wide = at_least_float32(tokens.dtype)
+        # Full precision also where float32 products are rounded by default: a rounded logit takes another expert.
+        logits = jnp.einsum("td,de->te", tokens.astype(wide), use(self.router, wide), precision=lax.Precision.HIGHEST)
+        bias = self.bias.get_value()
+        selection = select_experts(
+            logits,
+            bias,
+            experts_per_token=moe.experts_per_token,
+            scoring=router.scoring,
+            num_groups=router.num_groups,
+            top_groups=router.top_groups,
+        )
+        # Named to be saved by rematerialisation: taken again, a tie could fall the other way.
+        index = checkpoint_name(selection.index, "router_index")
+        threshold = checkpoint_name(selection.threshold, "router_threshold")
+        weight = weigh_experts(
+            logits, index, scoring=router.scoring, renormalise=router.renormalise, scale=router.scale
+        )
+        counted = jnp.where(is_real[:, None], index, moe.num_experts)
+        load = jnp.zeros((moe.num_experts,), jnp.int32).at[counted.reshape(-1)].add(1, mode="drop")
+        num_bins = router.quantile_bins if router.balancing == "quantile" else 0
+        scores = lax.stop_gradient(router_scores(logits, router.scoring))
+        histogram = (
+            needed_bias_histogram(scores, threshold, bias.astype(wide), is_real, num_bins)
+            if num_bins
+            else varying_like(jnp.zeros((moe.num_experts, 0), jnp.int32), load)
+        )
+        return index, weight, load, histogram
+
+    def _apply_experts(self, rows: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`rows` [t, R], `index` [t, A] -> (this tensor shard's part of the outputs [t, A, R], choices dropped)."""
+        moe, activation = self.model.moe, self.model.activation
+        # Marked as varying before the exchange's rounds: gradients are summed over devices once, outside them.
+        rows = make_varying(rows, (TENSOR,))
+        gate, up, down = (make_varying(use(weight, rows.dtype)) for weight in (self.gate, self.up, self.down))
+
+        def apply(rows: jax.Array, expert: jax.Array) -> jax.Array:
+            return expert_mlp(
+                rows,
+                expert,
+                gate,
+                up,
+                down,
+                activation=activation.kind,
+                beta=activation.beta,
+                linear_beta=activation.linear_beta,
+            )
+
+        return exchange_experts(
+            rows,
+            index,
+            apply,
+            num_experts=moe.num_experts,
+            capacity_factor=moe.capacity_factor,
+            overflow=moe.overflow,
+        )

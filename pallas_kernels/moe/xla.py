@@ -1,0 +1,63 @@
+"""The experts' MLP over rows sorted into blocks of one expert each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.gated_activation.api import Activation, gated_activation
+from pallas_kernels.moe.grouping import group_rows, starts
+
+
+def block_rows(num_rows: int, num_experts: int) -> int:
+    """Rows of a block: half an expert's mean number of rows, rounded down to a power of two, within 16 to 128."""
+    half_mean = num_rows // (2 * num_experts)
+    return min(128, max(16, 1 << max(0, half_mean.bit_length() - 1)))
+
+
+def expert_mlp(
+    rows: jax.Array,
+    expert: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    activation: Activation,
+    beta: float,
+    linear_beta: float,
+) -> jax.Array:
+    """See `api.expert_mlp`. Memory: N + E * block rows, and one copy of an expert's weights per block."""
+    num_rows, num_experts = rows.shape[0], gate.shape[0]
+    wide = np.promote_types(rows.dtype, np.float32)
+    block = block_rows(num_rows, num_experts)
+    # Every expert's rows padded to whole blocks: at most block - 1 more for each.
+    num_blocks = (num_rows + num_experts * (block - 1)) // block
+    num_slots = num_blocks * block
+
+    grouping = group_rows(expert, num_experts)
+    padded_counts = -(-grouping.counts // block) * block
+    first_slot = starts(padded_counts)
+    is_filled = expert >= 0
+    slot = jnp.where(is_filled, first_slot[expert] + grouping.rank, num_slots)
+    slots = jnp.arange(num_slots, dtype=jnp.int32)
+    # An empty slot reads beyond the rows, each at its own place, so that indices are unique and give zero.
+    row = (num_rows + slots).at[slot].set(jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
+    expert_of_block = jnp.sum((first_slot + padded_counts)[None, :] <= slots[::block, None], axis=1, dtype=jnp.int32)
+    expert_of_block = jnp.minimum(expert_of_block, num_experts - 1)
+
+    def weight_of_block(weight: jax.Array) -> jax.Array:
+        # Copied in at least float32, so that the blocks' gradients are summed in it.
+        return weight.astype(wide)[expert_of_block].astype(rows.dtype)
+
+    blocks = rows.at[row].get(mode="fill", fill_value=0, unique_indices=True).reshape(num_blocks, block, -1)
+    hidden = gated_activation(
+        jnp.einsum("nbr,nrf->nbf", blocks, weight_of_block(gate), preferred_element_type=wide),
+        jnp.einsum("nbr,nrf->nbf", blocks, weight_of_block(up), preferred_element_type=wide),
+        kind=activation,
+        beta=beta,
+        linear_beta=linear_beta,
+    ).astype(rows.dtype)
+    outputs = jnp.einsum("nbf,nfr->nbr", hidden, weight_of_block(down), preferred_element_type=wide)
+    outputs = outputs.astype(rows.dtype).reshape(num_slots, -1)
+    # Rows of no expert read beyond the slots: zero.
+    outside = num_slots + jnp.arange(num_rows, dtype=jnp.int32)
+    return outputs.at[jnp.where(is_filled, slot, outside)].get(mode="fill", fill_value=0, unique_indices=True)

@@ -1,0 +1,132 @@
+"""Attention of packed documents, and DeepSeek sparse attention: selection of keys, attention over them, its loss."""
+
+from typing import Literal
+
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.sparse_attention import reference, xla
+
+Implementation = Literal["auto", "xla", "reference"]
+
+
+def attention(
+    query: Float[Array, "B S H K"],
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S G V"],
+    segment_ids: Int[Array, "B S"],
+    *,
+    scale: float,
+    is_causal: bool = True,
+    query_chunk_tokens: int = 512,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B S H V"]:
+    """Softmax attention inside each document of a row.
+
+        out[t, h] = sum_s softmax_s(scale * query[t, h] . key[s, g]) value[s, g],    g = h * G // H
+
+    over the keys s of t's document, up to t if `is_causal`. Segment 0 is padding: its rows are zero, and none sees it.
+    Scores, softmax and sums are in at least float32, the result in the dtype of `query`. `xla` holds the scores of
+    `query_chunk_tokens` queries at a time, and computes them again in the backward pass.
+
+    Raises:
+      ValueError: the number of heads is no multiple of the number of key/value heads.
+    """
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(f"{query.shape[2]} query heads cannot share {key.shape[2]} key heads; give a multiple of them")
+    if implementation == "reference":
+        return reference.attention(query, key, value, segment_ids, scale=scale, is_causal=is_causal)
+    return xla.attention(
+        query, key, value, segment_ids, scale=scale, is_causal=is_causal, query_chunk_tokens=query_chunk_tokens
+    )
+
+
+def select_keys(
+    index_query: Float[Array, "B S J K"],
+    index_key: Float[Array, "B S K"],
+    head_weight: Float[Array, "B S J"],
+    segment_ids: Int[Array, "B S"],
+    *,
+    top_k: int,
+    query_chunk_tokens: int = 512,
+    implementation: Implementation = "auto",
+) -> Int[Array, "B S {top_k}"]:
+    """The `top_k` keys with the highest index score, best first, among those of the query's document up to itself.
+
+        score[t, s] = sum_j head_weight[t, j] relu(K^-1/2 index_query[t, j] . index_key[s])
+
+    int32; -1 fills the slots of a query that has fewer keys, all slots of padding (segment 0). Of equal scores the
+    earlier key wins. Scores are in at least float32. No gradient.
+
+    Source: lightning indexer, DeepSeek-V3.2-Exp report, section 2.1.
+    """
+    index_query, index_key, head_weight = lax.stop_gradient((index_query, index_key, head_weight))
+    if implementation == "reference":
+        return reference.select_keys(index_query, index_key, head_weight, segment_ids, top_k=top_k)
+    return xla.select_keys(
+        index_query, index_key, head_weight, segment_ids, top_k=top_k, query_chunk_tokens=query_chunk_tokens
+    )
+
+
+def selected_attention(
+    query: Float[Array, "B S H L"],
+    latent: Float[Array, "B S L"],
+    indices: Int[Array, "B S N"],
+    *,
+    scale: float,
+    value_width: int,
+    query_chunk_tokens: int = 512,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B S H {value_width}"]:
+    """Attention over selected keys in absorbed form: all heads share one key, whose first part is the value.
+
+        out[t, h] = sum_i softmax_i(scale * query[t, h] . latent[indices[t, i]]) latent[indices[t, i], :value_width]
+
+    Holes (index -1) are left out; a query with holes only gives zeros. Indices of a query are distinct. Scores, softmax
+    and sums are in at least float32, the result in the dtype of `query`. `xla` gathers the latents of
+    `query_chunk_tokens` queries at a time.
+
+    Source: DeepSeek-V3.2-Exp report, section 2.1; absorbed form, DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+    """
+    if implementation == "reference":
+        return reference.selected_attention(query, latent, indices, scale=scale, value_width=value_width)
+    return xla.selected_attention(
+        query, latent, indices, scale=scale, value_width=value_width, query_chunk_tokens=query_chunk_tokens
+    )
+
+
+def indexer_loss(
+    index_query: Float[Array, "B S J K"],
+    index_key: Float[Array, "B S K"],
+    head_weight: Float[Array, "B S J"],
+    query: Float[Array, "B S H L"],
+    key: Float[Array, "B S G L"],
+    segment_ids: Int[Array, "B S"],
+    indices: Int[Array, "B S N"] | None = None,
+    *,
+    scale: float,
+    head_axis: str | None = None,
+    query_chunk_tokens: int = 512,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B S"]:
+    """How far the indexer is from the attention it serves: a KL divergence for each query, 0 for padding.
+
+        p[t, s] = sum_h P[h, t, s] / sum_s sum_h P[h, t, s],    P = softmax(scale * query key)    (no gradient)
+        loss[t] = sum_s p[t, s] (log p[t, s] - log softmax_s(score[t, s])),    score as in `select_keys`
+
+    over the keys of t's document up to t, or over the selected `indices` (-1 is a hole) of it; then P is normalised
+    over those too, and `key` has one head (the latents). The gradient of `score` is softmax(score) - p; `query` and
+    `key` get none. In at least float32. Where the heads are split over a mesh axis, `head_axis` names it: the sum over
+    heads then covers all of them.
+
+    Raises:
+      ValueError: `indices` are given and `key` has more than one head.
+
+    Source: DeepSeek-V3.2-Exp report, section 2.1.1.
+    """
+    if indices is not None and key.shape[2] != 1:
+        raise ValueError(f"selected keys are latents that all heads share; got {key.shape[2]} key heads, give 1")
+    arrays = (index_query, index_key, head_weight, query, key, segment_ids, indices)
+    if implementation == "reference":
+        return reference.indexer_loss(*arrays, scale=scale, head_axis=head_axis)
+    return xla.indexer_loss(*arrays, scale=scale, head_axis=head_axis, query_chunk_tokens=query_chunk_tokens)

@@ -1,0 +1,112 @@
+"""Attention and its indexer as defined: whole score matrices, selections as masks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def widen(array: jax.Array) -> jax.Array:
+    """In at least float32."""
+    # NumPy's rule: JAX's own refuses to name a common type when promotion is strict.
+    return array.astype(np.promote_types(array.dtype, np.float32))
+
+
+def document_mask(
+    query_segments: jax.Array, key_segments: jax.Array, *, is_causal: bool, first_query: jax.Array | int = 0
+) -> jax.Array:
+    """[B, Q, S]: which keys a query may see: those of its own document, not later than itself if `is_causal`."""
+    mask = (query_segments[:, :, None] == key_segments[:, None, :]) & (query_segments != 0)[:, :, None]
+    if is_causal:
+        query_positions = first_query + jnp.arange(query_segments.shape[1])
+        mask &= (jnp.arange(key_segments.shape[1])[None, :] <= query_positions[:, None])[None]
+    return mask
+
+
+def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax over the last axis among the entries of `mask`; zeros elsewhere, also where a row has none."""
+    # The lowest finite number, not -inf: a row without entries then has neither NaN values nor NaN gradients.
+    return jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min), axis=-1), 0)
+
+
+def probabilities(query: jax.Array, key: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
+    """[B, Q, H, K], [B, S, G, K], [B, Q, S] -> [B, G, H/G, Q, S], in at least float32."""
+    rows, queries, num_heads, width = query.shape
+    num_groups = key.shape[2]
+    grouped = widen(query).reshape(rows, queries, num_groups, num_heads // num_groups, width)
+    scores = scale * jnp.einsum("bqghk,bsgk->bghqs", grouped, widen(key))
+    return masked_softmax(scores, mask[:, None, None])
+
+
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
+    """[B, Q, H, V] in the dtype of `query`: the values weighted by `probabilities`."""
+    weights = probabilities(query, key, mask, scale)
+    mixed = jnp.einsum("bghqs,bsgv->bqghv", weights, widen(value))
+    return mixed.reshape(*query.shape[:3], value.shape[3]).astype(query.dtype)
+
+
+def index_scores(index_query: jax.Array, index_key: jax.Array, head_weight: jax.Array) -> jax.Array:
+    """[B, Q, J, K], [B, S, K], [B, Q, J] -> [B, Q, S], in at least float32."""
+    products = jnp.einsum("bqjk,bsk->bqjs", widen(index_query), widen(index_key))
+    scaled = jax.nn.relu(index_query.shape[-1] ** -0.5 * products)
+    return jnp.einsum("bqj,bqjs->bqs", widen(head_weight), scaled)
+
+
+def kl_divergence(target: jax.Array, logits: jax.Array, mask: jax.Array) -> jax.Array:
+    """KL(target / sum(target) || softmax(logits)) over the last axis among the entries of `mask`; 0 if there are none.
+
+    `target` is zero outside `mask`. The gradient of `logits` is softmax(logits) - target / sum(target).
+    """
+    total = target.sum(axis=-1, keepdims=True)
+    target = target / jnp.where(total > 0, total, 1)
+    predicted = jax.nn.log_softmax(jnp.where(mask, logits, jnp.finfo(logits.dtype).min), axis=-1)
+    return jnp.sum(jax.scipy.special.xlogy(target, target) - target * predicted, axis=-1)
+
+
+def selection_mask(indices: jax.Array, num_keys: int) -> jax.Array:
+    """[B, S, k] -> [B, S, num_keys]: which keys are selected. Holes (-1) select none."""
+    return (indices[..., None] == jnp.arange(num_keys, dtype=indices.dtype)[None, None, None]).any(axis=2)
+
+
+def attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, scale: float, is_causal: bool
+) -> jax.Array:
+    return attend(query, key, value, document_mask(segment_ids, segment_ids, is_causal=is_causal), scale)
+
+
+def select_keys(
+    index_query: jax.Array, index_key: jax.Array, head_weight: jax.Array, segment_ids: jax.Array, *, top_k: int
+) -> jax.Array:
+    mask = document_mask(segment_ids, segment_ids, is_causal=True)
+    scores = jnp.where(mask, index_scores(index_query, index_key, head_weight), -jnp.inf)
+    order = jnp.argsort(scores, axis=-1, stable=True, descending=True)[..., :top_k]
+    selected = jnp.where(jnp.take_along_axis(mask, order, axis=-1), order, -1).astype(jnp.int32)
+    return jnp.pad(selected, ((0, 0), (0, 0), (0, top_k - selected.shape[-1])), constant_values=-1)
+
+
+def selected_attention(
+    query: jax.Array, latent: jax.Array, indices: jax.Array, *, scale: float, value_width: int
+) -> jax.Array:
+    key = latent[:, :, None]
+    return attend(query, key, key[..., :value_width], selection_mask(indices, latent.shape[1]), scale)
+
+
+def indexer_loss(
+    index_query: jax.Array,
+    index_key: jax.Array,
+    head_weight: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    segment_ids: jax.Array,
+    indices: jax.Array | None,
+    *,
+    scale: float,
+    head_axis: str | None,
+) -> jax.Array:
+    mask = document_mask(segment_ids, segment_ids, is_causal=True)
+    if indices is not None:
+        mask &= selection_mask(indices, key.shape[1])
+    target = lax.stop_gradient(probabilities(query, key, mask, scale).sum(axis=(1, 2)))
+    if head_axis is not None:
+        target = lax.psum(target, head_axis)
+    return kl_divergence(target, index_scores(index_query, index_key, head_weight), mask)

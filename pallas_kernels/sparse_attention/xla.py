@@ -1,0 +1,136 @@
+"""Attention and its indexer in plain JAX: blocks of queries one after the other, selected keys gathered."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.sparse_attention import reference
+from pallas_kernels.sparse_attention.reference import widen
+
+
+def _over_query_blocks(function: Callable[..., jax.Array], chunk_tokens: int, *arrays: jax.Array) -> jax.Array:
+    """`function(first position, *blocks)` on blocks of the arrays' second axis [B, S, ...], results joined.
+
+    Each block is computed again in the backward pass, so that the scores of one block only exist at a time.
+    """
+    rows, tokens = arrays[0].shape[:2]
+    if tokens <= chunk_tokens:
+        return function(0, *arrays)
+    num_blocks = -(-tokens // chunk_tokens)
+    block_tokens = -(-tokens // num_blocks)
+
+    def split(array: jax.Array) -> jax.Array:
+        padding = ((0, 0), (0, num_blocks * block_tokens - tokens)) + ((0, 0),) * (array.ndim - 2)
+        return jnp.moveaxis(jnp.pad(array, padding).reshape(rows, num_blocks, block_tokens, *array.shape[2:]), 1, 0)
+
+    recomputed = jax.checkpoint(lambda block: function(*block), prevent_cse=False)
+    blocks = lax.map(recomputed, (block_tokens * jnp.arange(num_blocks), *map(split, arrays)))
+    joined = jnp.moveaxis(blocks, 0, 1)
+    return joined.reshape(rows, num_blocks * block_tokens, *joined.shape[3:])[:, :tokens]
+
+
+def _gather(array: jax.Array, indices: jax.Array) -> jax.Array:
+    """[B, S, K] at [B, Q, k] -> [B, Q, k, K]; a hole (-1) reads key 0, to be masked."""
+    return jax.vmap(lambda row, index: row.at[index].get(mode="promise_in_bounds"))(array, jnp.maximum(indices, 0))
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    scale: float,
+    is_causal: bool,
+    query_chunk_tokens: int,
+) -> jax.Array:
+    # Widened before the blocks, so that the sum of their gradients is wide too.
+    key, value = widen(key), widen(value)
+
+    def block(first, query, segments):
+        mask = reference.document_mask(segments, segment_ids, is_causal=is_causal, first_query=first)
+        return reference.attend(query, key, value, mask, scale)
+
+    return _over_query_blocks(block, query_chunk_tokens, query, segment_ids)
+
+
+def select_keys(
+    index_query: jax.Array,
+    index_key: jax.Array,
+    head_weight: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    top_k: int,
+    query_chunk_tokens: int,
+) -> jax.Array:
+    num_taken = min(top_k, index_key.shape[1])
+
+    def block(first, index_query, head_weight, segments):
+        mask = reference.document_mask(segments, segment_ids, is_causal=True, first_query=first)
+        scores = reference.index_scores(index_query, index_key, head_weight)
+        best, selected = lax.top_k(jnp.where(mask, scores, -jnp.inf), num_taken)
+        return jnp.where(best == -jnp.inf, -1, selected).astype(jnp.int32)
+
+    selected = _over_query_blocks(block, query_chunk_tokens, index_query, head_weight, segment_ids)
+    return jnp.pad(selected, ((0, 0), (0, 0), (0, top_k - num_taken)), constant_values=-1)
+
+
+def selected_attention(
+    query: jax.Array,
+    latent: jax.Array,
+    indices: jax.Array,
+    *,
+    scale: float,
+    value_width: int,
+    query_chunk_tokens: int,
+) -> jax.Array:
+    latent = widen(latent)
+
+    def block(first, query, indices):
+        selected = _gather(latent, indices)
+        weights = _selected_probabilities(query, selected, indices, scale)
+        return jnp.einsum("bqhs,bqsr->bqhr", weights, selected[..., :value_width]).astype(query.dtype)
+
+    return _over_query_blocks(block, query_chunk_tokens, query, indices)
+
+
+def _selected_probabilities(query: jax.Array, selected: jax.Array, indices: jax.Array, scale: float) -> jax.Array:
+    scores = scale * jnp.einsum("bqhk,bqsk->bqhs", widen(query), selected)
+    return reference.masked_softmax(scores, (indices >= 0)[:, :, None])
+
+
+def indexer_loss(
+    index_query: jax.Array,
+    index_key: jax.Array,
+    head_weight: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    segment_ids: jax.Array,
+    indices: jax.Array | None,
+    *,
+    scale: float,
+    head_axis: str | None,
+    query_chunk_tokens: int,
+) -> jax.Array:
+    index_key, key = widen(index_key), lax.stop_gradient(widen(key))
+
+    def divergence(target, logits, mask):
+        if head_axis is not None:
+            target = lax.psum(target, head_axis)
+        return reference.kl_divergence(target, logits, mask)
+
+    def dense_block(first, index_query, head_weight, query, segments):
+        mask = reference.document_mask(segments, segment_ids, is_causal=True, first_query=first)
+        target = reference.probabilities(query, key, mask, scale).sum(axis=(1, 2))
+        return divergence(target, reference.index_scores(index_query, index_key, head_weight), mask)
+
+    def selected_block(first, index_query, head_weight, query, indices):
+        target = _selected_probabilities(query, _gather(key[:, :, 0], indices), indices, scale).sum(axis=2)
+        products = jnp.einsum("bqjk,bqsk->bqjs", widen(index_query), _gather(index_key, indices))
+        scaled = jax.nn.relu(index_query.shape[-1] ** -0.5 * products)
+        return divergence(target, jnp.einsum("bqj,bqjs->bqs", widen(head_weight), scaled), indices >= 0)
+
+    block, last = (dense_block, segment_ids) if indices is None else (selected_block, indices)
+    return _over_query_blocks(block, query_chunk_tokens, index_query, head_weight, lax.stop_gradient(query), last)

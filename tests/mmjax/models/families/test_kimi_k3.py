@@ -1,0 +1,180 @@
+"""A whole tiny Kimi-K3 (text and images) against recorded logits, hidden values and gradients of a public implementation.
+
+How the recorded values were made stands in tests/golden/k3_tiny/README.md.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mmjax.config import MeshConfig, RunConfig
+from mmjax.data.batch import Batch
+from mmjax.models.decoder import layer_address
+from mmjax.models.families.kimi_k3 import from_released, to_released
+from mmjax.models.layers import use
+from mmjax.models.multimodal import define
+from mmjax.parallel.mesh import make_mesh
+from mmjax.presets.kimi_k3 import kimi_k3_tiny
+from mmjax.training.step import make_value_and_gradient, place_batch
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "k3_tiny"
+NUM_TOKENS = (37, 50)
+
+
+def golden_batch(*, is_packed: bool) -> Batch:
+    """The two recorded samples as two padded rows, or packed in one."""
+    inputs = np.load(GOLDEN / "inputs.npz")
+    rows, patches_of = [], []
+    for sample, length in enumerate(NUM_TOKENS):
+        labels = np.append(inputs["labels"][sample, 1:length], -100)
+        rows.append((inputs["input_ids"][sample, :length], labels))
+        patches_of.append([])
+    offset = 0
+    for (_, height, width), sample in zip(inputs["grid_thws"], inputs["image_sample"], strict=True):
+        pixels = inputs["pixel_values"][offset : offset + height * width].reshape(height, width, -1)
+        offset += height * width
+        order = [
+            (r + i, c + j) for r in range(0, height, 2) for c in range(0, width, 2) for i in (0, 1) for j in (0, 1)
+        ]
+        patches_of[sample].append((np.stack([pixels[r, c] for r, c in order]), order, (1, height, width)))
+    layout = [[0, 1]] if is_packed else [[0], [1]]
+    row_tokens = 87 if is_packed else 50
+    num_rows, row_patches = len(layout), 64
+    batch = Batch(
+        tokens=np.full((num_rows, row_tokens), 191, np.int32),
+        targets=np.zeros((num_rows, row_tokens), np.int32),
+        loss_weight=np.zeros((num_rows, row_tokens), np.float32),
+        segment_ids=np.zeros((num_rows, row_tokens), np.int32),
+        positions=np.zeros((num_rows, row_tokens), np.int32),
+        feature_index=np.full((num_rows, row_tokens), -1, np.int32),
+        patches=np.full((num_rows, row_patches, 108), 3.0, np.float32),
+        patch_segment_ids=np.zeros((num_rows, row_patches), np.int32),
+        patch_position=np.zeros((num_rows, row_patches, 3), np.int32),
+        patch_grid=np.ones((num_rows, row_patches, 3), np.int32),
+        patch_feature=np.full((num_rows, row_patches // 4), -1, np.int32),
+    )
+    for row, samples in enumerate(layout):
+        token, patch, image = 0, 0, 0
+        for document, sample in enumerate(samples, start=1):
+            tokens, labels = rows[sample]
+            here = slice(token, token + len(tokens))
+            batch.tokens[row, here] = tokens
+            batch.targets[row, here] = np.maximum(labels, 0)
+            batch.loss_weight[row, here] = labels != -100
+            batch.segment_ids[row, here] = document
+            batch.positions[row, here] = np.arange(len(tokens))
+            placeholders = token + np.flatnonzero(tokens == 180)
+            batch.feature_index[row, placeholders] = patch // 4 + np.arange(len(placeholders))
+            for pixels, order, grid in patches_of[sample]:
+                image += 1
+                there = slice(patch, patch + len(pixels))
+                batch.patches[row, there] = pixels
+                batch.patch_segment_ids[row, there] = image
+                batch.patch_position[row, there, 1:] = order
+                batch.patch_grid[row, there] = grid
+                batch.patch_feature[row, patch // 4 : (patch + len(pixels)) // 4] = np.arange(
+                    patch // 4, (patch + len(pixels)) // 4
+                )
+                patch += len(pixels)
+            token += len(tokens)
+    return batch
+
+
+def golden_run(dtype: str) -> RunConfig:
+    model = dataclasses.replace(kimi_k3_tiny(), parameter_dtype=dtype, compute_dtype=dtype, loss_chunk_tokens=64)
+    return RunConfig(model=model)
+
+
+def real_tokens(values: jax.Array, batch: Batch) -> np.ndarray:
+    return np.asarray(values)[batch.segment_ids > 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_packed", "value_bound", "gradient_bound"),
+    [
+        ("float64", True, 1e-6, 1e-6),
+        ("float32", True, 5e-4, 1e-3),
+        pytest.param("float64", False, 1e-6, 1e-6, marks=pytest.mark.slow),
+    ],
+)
+def test_tiny_k3_gives_the_recorded_values_and_gradients(one_device, dtype, is_packed, value_bound, gradient_bound):
+    expected = np.load(GOLDEN / "expected.npz")
+    with jax.enable_x64(dtype == "float64"):
+        config, batch = golden_run(dtype), golden_batch(is_packed=is_packed)
+        parameters, biases = from_released(config.model, load_file(GOLDEN / "model.safetensors"))
+        definition = define(config.model)
+
+        def forward(parameters, biases, batch):
+            model = definition.assemble(parameters, biases)
+            hidden, records = model(batch, keep_hidden=True)
+            logits = jnp.einsum("bsd,dw->bsw", hidden, use(model.decoder.head, hidden.dtype))
+            values = {"logits": logits, "image_features": model.image_features(batch)}
+            for index, segment in enumerate(records):
+                for position, record in enumerate(segment):
+                    values[f"hidden.{index}.{position}"] = record.hidden
+            return values
+
+        values = jax.jit(one_device(forward))(parameters, biases, batch)
+        assert np.abs(real_tokens(values["logits"], batch) - expected["logits"]).max() < value_bound
+        check_hidden_values(config, values, batch, expected, value_bound)
+
+        mesh = make_mesh(MeshConfig())
+        value_and_gradient = jax.jit(make_value_and_gradient(config, mesh))
+        loss, _, counts, gradients = value_and_gradient(parameters, biases, place_batch(batch, mesh))
+    assert int(counts["supervised_tokens"]) == 65 and int(counts["real_tokens"]) == 87
+    assert abs(float(loss) - float(expected["loss_float64"])) < value_bound
+    check_gradients(config, gradients, biases, expected, gradient_bound)
+
+
+def check_hidden_values(config, values, batch, expected, bound) -> None:
+    names = {"prefix_sum": "running_sum", "attention_out": "mixer_output", "mlp_out": "mlp_output"}
+    for name in expected.files:
+        kind, _, layer = name.rpartition(".")
+        if kind not in names:
+            continue
+        address = layer_address(config.model, int(layer))
+        ours = getattr(values[f"hidden.{address.segment}.{address.position}"], names[kind])[address.repeat]
+        scale = np.abs(expected[name]).max()
+        assert np.abs(real_tokens(ours, batch) - expected[name]).max() < bound * scale, name
+
+
+def check_gradients(config, gradients, biases, expected, bound) -> None:
+    arrays = {path: np.asarray(g, np.float64) for path, g in gradients.items()}
+    released = to_released(config.model, arrays | {path: np.zeros_like(b) for path, b in biases.items()})
+    for name in (n for n in expected.files if n.startswith("grad.")):
+        theirs = expected[name]
+        ours = released[name.removeprefix("grad.")]
+        assert np.abs(ours - theirs).max() <= bound * max(np.abs(theirs).max(), 1e-30), name
+    names = [str(name) for name in expected["gradient_names"]]
+    assert len(names) == len(released) - len(biases_of(released))
+    for name, norm, dot in zip(names, expected["gradient_norm"], expected["gradient_dot"], strict=True):
+        ours = released[name].reshape(-1)
+        weights = np.cos(0.7 * np.arange(ours.size) + 0.3)
+        assert abs(np.linalg.norm(ours) - norm) <= bound * norm, name
+        assert abs(ours @ weights - dot) <= bound * max(norm, abs(dot)), name
+
+
+def biases_of(released) -> list[str]:
+    return [name for name in released if name.endswith("e_score_correction_bias")]
+
+
+def test_released_tensors_come_back_byte_for_byte():
+    model = kimi_k3_tiny()
+    tensors = load_file(GOLDEN / "model.safetensors")
+    parameters, biases = from_released(model, tensors)
+    back = to_released(model, parameters | biases)
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back[name].shape == tensor.shape and back[name].tobytes() == tensor.tobytes(), name
+
+
+def test_a_missing_and_a_foreign_tensor_are_both_named():
+    tensors = load_file(GOLDEN / "model.safetensors")
+    tensors["foreign"] = tensors.pop("language_model.lm_head.weight")
+    with pytest.raises(ValueError, match=r"lm_head.*foreign"):
+        from_released(kimi_k3_tiny(), tensors)

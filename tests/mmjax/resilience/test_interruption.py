@@ -1,0 +1,18 @@
+import os
+import signal
+
+import pytest
+
+from mmjax.resilience.interruption import Interruption
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_asks_the_second_stops_and_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with Interruption() as interruption:
+        assert not interruption.is_requested
+        os.kill(os.getpid(), number)
+        assert interruption.is_requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
