@@ -1,0 +1,338 @@
+"""A whole run, top to bottom: restore or begin, compile once, train, evaluate, save, and say what came of it."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from mmjax.checkpoint.store import Store
+from mmjax.config import RunConfig
+from mmjax.data.batch import Batch
+from mmjax.data.evaluation import majority_baseline
+from mmjax.data.loader import Loader, check_fingerprint
+from mmjax.data.sources.open_source import has_held_out
+from mmjax.errors import EXIT_INTERRUPTED, DataError
+from mmjax.monitor.dashboard import AnsweredQuestion, write_sheet
+from mmjax.monitor.metrics import EVALUATIONS, METRICS, RunMonitor, memory_bytes, read_lines
+from mmjax.resilience.gradient_guard import GradientGuard
+from mmjax.resilience.interruption import Interruption
+from mmjax.training import dry_run
+from mmjax.training.evaluation import EvaluationResult, Evaluator
+from mmjax.training.step import TrainState, abstract_state, init_state, make_train_step, place_batch
+
+CHECKPOINTS = "checkpoints"
+SHEET = "answers.png"
+
+
+def run(config: RunConfig, mesh: Mesh) -> int:
+    """Train until `training.steps` are done; the same run_dir again goes on from its latest complete checkpoint.
+
+    Returns the exit code: 0, or EXIT_INTERRUPTED when SIGTERM or Ctrl-C stopped it and the steps done are saved.
+
+    Raises:
+      MmjaxError: data, checkpoints or numbers stop the run. Complete checkpoints stay as they are; a run that its data
+        stops has saved the steps done.
+    """
+    if config.training.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", config.training.compilation_cache)
+    run_dir, num_steps = Path(config.run_dir), config.training.steps
+    with contextlib.ExitStack() as stack:
+        interruption = stack.enter_context(Interruption())
+        compilations = stack.enter_context(CompilationCounter("train_step"))
+        keep = {"keep_last": config.checkpoint.keep_last, "keep_best": config.checkpoint.keep_best}
+        checkpoints = stack.enter_context(Store(run_dir / CHECKPOINTS, **keep))
+        loader = Loader(config.data, config.model.vision, config.seed, "train")
+        abstract = abstract_state(config, mesh)
+        state, progress = restore_or_begin(config, mesh, checkpoints, loader, abstract)
+        monitor = stack.enter_context(
+            RunMonitor(run_dir, first_step=progress.steps, num_steps=num_steps, is_silent=jax.process_index() != 0)
+        )
+        monitor.say(f"resumed after step {progress.steps}" if progress.steps else "new run")
+        monitor.table("estimate", dict(dry_run.estimate(config, abstract).rows()))
+        held_out = HeldOut(config, mesh, monitor)
+        saver = Saver(config, checkpoints, loader, progress)
+        guard = GradientGuard(
+            config.training.max_nonfinite_steps, tuple(abstract.parameters), int(state.nonfinite_steps)
+        )
+        recorder = Recorder(config, monitor, progress, compilations, guard)
+
+        data_failure: DataError | None = None
+        if progress.steps < num_steps:
+            batches = loader.iterate(progress.steps)
+            batch = recorder.time_data(lambda: place_batch(next(batches), mesh))
+            step_program = compile_step(config, mesh, state, batch, recorder)
+        recorder.restart_clock()
+        while progress.steps < num_steps and not interruption.is_requested and data_failure is None:
+            state, metrics = step_program(state, batch)
+            progress.steps += 1
+            # While the devices compute: the next batch, and the numbers of the step before.
+            if progress.steps < num_steps:
+                try:
+                    batch = recorder.time_data(lambda: place_batch(next(batches), mesh))
+                except DataError as error:
+                    data_failure = error
+            recorder.put(progress.steps, metrics)
+            checkpoints.check()
+            is_save_due = is_due(progress.steps, config.checkpoint.every_steps)
+            is_evaluation_due = is_due(progress.steps, config.training.eval_every_steps)
+            if progress.steps < num_steps and (is_save_due or is_evaluation_due):
+                recorder.flush()
+                is_best = is_evaluation_due and held_out.evaluate(progress.steps, state)
+                if is_save_due or (is_best and config.checkpoint.keep_best):
+                    saver.save(state, held_out.scores.get(progress.steps))
+                recorder.restart_clock()
+        recorder.flush()
+
+        if progress.steps < num_steps:
+            saver.save(state)
+            checkpoints.wait()
+            if data_failure is not None:
+                raise data_failure
+            monitor.say(f"stopped after step {progress.steps}; the same command goes on from there")
+            return EXIT_INTERRUPTED
+        held_out.evaluate(num_steps, state)
+        saver.save(state, held_out.scores.get(num_steps))
+        checkpoints.wait()
+        rows = (
+            recorder.summary() | held_out.summary() | {"latest checkpoint": str(run_dir / CHECKPOINTS / str(num_steps))}
+        )
+        if held_out.result is not None and jax.process_index() == 0:
+            write_answers(run_dir, held_out.result)
+            rows["answers"] = str(run_dir / SHEET)
+        monitor.table("finished", rows)
+    return 0
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run has come; kept in its checkpoints."""
+
+    steps: int = 0
+    real_tokens: int = 0
+    supervised_tokens: int = 0
+
+
+def restore_or_begin(
+    config: RunConfig, mesh: Mesh, checkpoints: Store, loader: Loader, abstract: TrainState
+) -> tuple[TrainState, Progress]:
+    """The state of the latest complete checkpoint, which must be of the same data; a fresh one where there is none."""
+    found = checkpoints.restore_latest(abstract)
+    if found is None:
+        return init_state(config, mesh), Progress()
+    state, metadata = found
+    check_fingerprint(metadata["data"], loader.fingerprint())
+    return state, Progress(**metadata["progress"])
+
+
+class CompilationCounter:
+    """While entered, counts how often JAX compiles the jitted function of this name."""
+
+    def __init__(self, function_name: str):
+        self.count = 0
+        self._name = f"jit({function_name})"
+
+    def __enter__(self) -> "CompilationCounter":
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        self.count += event.endswith("/backend_compile_duration") and kwargs.get("fun_name") == self._name
+
+
+class Recorder:
+    """Reads the metrics of each step one step late, so that the devices never wait for it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        monitor: RunMonitor,
+        progress: Progress,
+        compilations: CompilationCounter,
+        guard: GradientGuard,
+    ):
+        self._log_every = config.training.log_every_steps
+        self._monitor, self._progress, self._compilations, self._guard = monitor, progress, compilations, guard
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._begun = self._clock = time.perf_counter()
+        self._data_seconds = self._training_seconds = self._peak_memory_bytes = 0.0
+        self._steps = self._tokens = 0
+        self._last: dict[str, float] = {}
+        self.compile_seconds = 0.0
+
+    def time_data(self, make: Callable[[], Batch]) -> Batch:
+        """The batch that `make` gives; the time it took goes into the next record."""
+        begun = time.perf_counter()
+        batch = make()
+        self._data_seconds = time.perf_counter() - begun
+        return batch
+
+    def restart_clock(self) -> None:
+        """Leave out of the next step's time what happened since the last record."""
+        self._clock = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        self._monitor.say(text)
+
+    def put(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Take the metrics of a step just dispatched; record those of the one before."""
+        self.flush()
+        self._pending = (step, metrics)
+
+    def flush(self) -> None:
+        """Wait for the step taken last, and record it.
+
+        Raises:
+          NonFiniteError: too many steps in a row were not finite.
+        """
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        self._progress.real_tokens += int(values["real_tokens"])
+        self._progress.supervised_tokens += int(values["supervised_tokens"])
+        self._training_seconds += seconds
+        self._steps += 1
+        self._tokens += int(values["real_tokens"])
+        values |= {
+            "tokens_per_second": values["real_tokens"] / seconds,
+            "step_seconds": seconds,
+            "data_seconds": self._data_seconds,
+            "memory_bytes": memory_bytes(),
+            "compilations": self._compilations.count,
+        }
+        self._peak_memory_bytes = max(self._peak_memory_bytes, values["memory_bytes"])
+        self._last = values
+        self._monitor.step(step, values, is_printed=is_due(step, self._log_every))
+        if warning := self._guard.check(step, values):
+            self._monitor.say(warning)
+
+    def summary(self) -> dict[str, str]:
+        """The rows that a finished run ends with."""
+        rows = {"steps": f"{self._progress.steps:,}"}
+        if self._last:
+            rows |= {
+                "last loss": f"{self._last['loss']:.4f}",
+                "tokens per second": f"{self._tokens / self._training_seconds:,.0f}",
+                "seconds a step": f"{self._training_seconds / self._steps:.3f}",
+                "seconds compiling the step": f"{self.compile_seconds:.1f}",
+            }
+        return rows | {
+            "tokens seen": f"{self._progress.real_tokens:,}, of them supervised {self._progress.supervised_tokens:,}",
+            "compilations of the step": str(self._compilations.count),
+            "steps skipped as not finite": str(self._guard.total),
+            "largest memory seen": dry_run.format_bytes(self._peak_memory_bytes),
+            "seconds in all": f"{time.perf_counter() - self._begun:,.0f}",
+        }
+
+
+def compile_step(config: RunConfig, mesh: Mesh, state: TrainState, batch: Batch, recorder: Recorder) -> Callable:
+    """The compiled step; a batch of another shape is an error, never a second compilation."""
+    recorder.say("compiling the training step ...")
+    begun = time.perf_counter()
+    program = make_train_step(config, mesh).lower(state, batch).compile()
+    recorder.compile_seconds = time.perf_counter() - begun
+    text = f"compiled in {recorder.compile_seconds:.1f} s"
+    if memory := program.memory_analysis():
+        needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        parts = {
+            "state and batch": memory.argument_size_in_bytes,
+            "temporary": memory.temp_size_in_bytes,
+            "in all": needed + memory.temp_size_in_bytes,
+        }
+        text += "; memory of a device: " + ", ".join(f"{name} {dry_run.format_bytes(n)}" for name, n in parts.items())
+    recorder.say(text)
+    return program
+
+
+class HeldOut:
+    """Evaluation of a run on its held-out samples, if it has any."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, monitor: RunMonitor):
+        self._monitor = monitor
+        self.scores = {
+            record["step"]: record["exact_match"] for record in read_lines(Path(config.run_dir) / EVALUATIONS)
+        }
+        self.result: EvaluationResult | None = None
+        self._evaluator: Evaluator | None = None
+        if has_held_out(config.data):
+            loader = Loader(config.data, config.model.vision, config.seed, "held_out")
+            self._evaluator = Evaluator(config, loader, mesh)
+
+    def evaluate(self, step: int, state: TrainState) -> bool:
+        """Answer all held-out questions and record the score; whether it is the best so far."""
+        if self._evaluator is None:
+            return False
+        begun = time.perf_counter()
+        self.result = self._evaluator(state)
+        score, majority = self.result.exact_match, baseline(self.result)["all"]
+        is_best = score > max((old for other, old in self.scores.items() if other != step), default=-1.0)
+        if step not in self.scores:
+            self._monitor.evaluation(step, {"exact_match": score, "majority": majority})
+        self.scores[step] = score
+        self._monitor.say(
+            f"step {step}: exact match {score:.3f}, majority guess {majority:.3f}, "
+            f"{len(self.result.answers)} questions in {time.perf_counter() - begun:.1f} s"
+        )
+        return is_best
+
+    def summary(self) -> dict[str, str]:
+        if self.result is None:
+            return {"held-out exact match": "nothing held out (data.eval_source)"}
+        scores = {"held-out exact match": f"{self.result.exact_match:.3f}"}
+        return scores | {"majority guess": f"{baseline(self.result)['all']:.3f}"}
+
+
+def baseline(result: EvaluationResult) -> dict[str, float]:
+    return majority_baseline(answer.asked for answer in result.answers)
+
+
+class Saver:
+    """Starts a checkpoint of the run, once for each step."""
+
+    def __init__(self, config: RunConfig, checkpoints: Store, loader: Loader, progress: Progress):
+        self._config, self._checkpoints, self._loader, self._progress = config, checkpoints, loader, progress
+        self._saved_step = progress.steps
+
+    def save(self, state: TrainState, score: float | None = None) -> None:
+        """Save the steps done, unless they are saved: a run that did nothing new has nothing to save."""
+        if self._progress.steps == self._saved_step:
+            return
+        metadata = {
+            "config": dataclasses.asdict(self._config),
+            "mesh": self._config.mesh.sizes,
+            "data": self._loader.fingerprint(),
+            "progress": dataclasses.asdict(self._progress),
+            "exact_match": score,
+        }
+        self._checkpoints.save(self._progress.steps, state, metadata, score=score)
+        self._saved_step = self._progress.steps
+
+
+def write_answers(run_dir: Path, result: EvaluationResult) -> None:
+    """The sheet of the last evaluation, with the curves of the whole run."""
+    answers = [
+        AnsweredQuestion(
+            question=answer.asked.question,
+            reference=answer.asked.reference,
+            given=answer.given,
+            kind=answer.asked.kind,
+            picture=answer.asked.picture,
+        )
+        for answer in result.answers
+    ]
+    losses = [(record["step"], record["loss"]) for record in read_lines(run_dir / METRICS)]
+    scores = [(record["step"], record["exact_match"]) for record in read_lines(run_dir / EVALUATIONS)]
+    write_sheet(run_dir / SHEET, str(run_dir), answers, losses, scores, baseline(result))
