@@ -5,6 +5,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+# Before JAX starts: most of a test's time is compilation, and unoptimised programs compile in half of it.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
 import jax
 import pytest
 from jax.sharding import PartitionSpec
@@ -44,9 +47,7 @@ def one_device() -> Callable:
 
     def wrap(function: Callable) -> Callable:
         # On one device every sum over a mesh axis is the identity, so unchecked gradients are right too.
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
-        )
+        return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
 
     return wrap
 

@@ -74,7 +74,7 @@ def test_batches_are_the_same_in_another_process(mixed):
         "data = DataConfig(source=sys.argv[1], rows=2, row_tokens=64, row_patches=64, packing_window=4); "
         "print(digest(Loader(data, VisionConfig(patch_pixels=4), 0).batch(7)))"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     result = subprocess.run(
         [sys.executable, "-c", code, mixed[0]], cwd=root, capture_output=True, text=True, check=True
     )

@@ -1,0 +1,81 @@
+"""The settings kept beside a run, in `config.yaml` of its folder: what the run is, and what may not change under it."""
+
+import os
+from pathlib import Path
+
+from mmjax.config.faults import ConfigurationFaults, Fault
+from mmjax.config.settings import RunConfig
+from mmjax.config.yaml_text import flatten, from_yaml, to_yaml
+from mmjax.errors import CheckpointError, ConfigurationError
+
+FILE_NAME = "config.yaml"
+
+# Settings that another start of the same run may change: where, how long, how often and how fast, not what is learnt.
+_MAY_CHANGE = (
+    "run_dir",
+    "mesh.",
+    "checkpoint.",
+    "training.",
+    "data.prefetch_batches",
+    "data.eval_source",
+    "data.eval_samples",
+    "model.remat",
+    "model.loss_chunk_tokens",
+    "model.linear_attention.chunk_tokens",
+    "model.full_attention.query_chunk_tokens",
+)
+
+
+def load(file: str | Path) -> RunConfig:
+    """Read a configuration file.
+
+    Raises:
+      ConfigurationError: the file cannot be read, or what `from_yaml` refuses.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "bytes that are not UTF-8"
+        raise ConfigurationError(
+            str(file), found=str(reason), expected="a configuration file (YAML)", remedy="check the path"
+        ) from error
+    return from_yaml(text, str(file))
+
+
+def save(config: RunConfig) -> Path:
+    """Write `config` into its run folder, unless a different run lives there.
+
+    A folder whose only file is `config.yaml` holds no work yet and is taken over.
+
+    Raises:
+      ConfigurationFaults: settings differ from those the folder's run was started with.
+      CheckpointError: the folder cannot be written.
+    """
+    folder = Path(config.run_dir)
+    file = folder / FILE_NAME
+    if file.exists() and any(entry.is_file() and entry != file for entry in folder.rglob("*")):
+        started, given = flatten(load(file)), flatten(config)
+        faults = [
+            Fault(
+                path=path,
+                found=f"{given[path]!r}; the run was started with {started[path]!r}",
+                remedy="give the same again to go on, or another --run-dir for another run",
+            )
+            for path in given
+            if given[path] != started[path] and not path.startswith(_MAY_CHANGE)
+        ]
+        if faults:
+            raise ConfigurationFaults(f"{folder} holds a different run", faults)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / f"{FILE_NAME}.{os.getpid()}.unfinished"
+        unfinished.write_text(to_yaml(config), encoding="utf-8")
+        unfinished.replace(file)
+    except OSError as error:
+        raise CheckpointError(
+            str(folder),
+            found=str(error.strerror),
+            expected="a folder that can be written",
+            remedy="free space there, mend its permissions, or give another --run-dir",
+        ) from error
+    return file

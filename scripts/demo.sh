@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Install the project into .venv and train a small model on pictures of digits: minutes on a CPU. Again: it goes on.
+#
+#   scripts/demo.sh [options of mmjax.train]   e.g. --training.steps 50
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+
+"$VENV/bin/python" -m pip install --quiet --editable .
+"$VENV/bin/python" -m mmjax.train --experiment digits_cpu "$@"

@@ -1,0 +1,136 @@
+"""The train command: how settings come together, what a wrong one says, and with which exit code."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmjax import train
+from mmjax.config import MeshConfig, RunConfig, saved, to_yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch, tmp_path):
+    """No message is broken over lines, and run folders lie in a temporary folder."""
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(*arguments: str) -> RunConfig:
+    return train.read_command(arguments).settings
+
+
+def test_options_override_the_file_and_the_file_the_defaults(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 7\noptimizer: {learning_rate: 1e-4}\nmodel: {moe: {num_experts: 32}}\n")
+    config = settings("--config", str(file), "--model.moe.num-experts", "64", "--mesh", "fsdp=2,expert=64")
+    assert (config.seed, config.optimizer.learning_rate, config.model.moe.num_experts) == (7, 1e-4, 64)
+    assert config.mesh == MeshConfig(fsdp=2, expert=64)
+
+
+def test_the_saved_settings_of_a_run_repeat_it():
+    config = dataclasses.replace(train.find_experiment("digits_cpu"), seed=3)
+    Path("run.yaml").write_text(to_yaml(config))
+    assert settings("--config=run.yaml") == config
+
+
+def test_mesh_is_read_whole_or_axis_by_axis():
+    assert settings("--mesh=1x2x16").mesh == MeshConfig(tensor=2, expert=16)
+    assert settings("--mesh.fsdp", "-1", "--mesh.tensor", "2").mesh == MeshConfig(fsdp=-1, tensor=2)
+
+
+def test_an_override_takes_the_name_with_underscores_and_lists():
+    config = settings("--model.full_attention_layers", "1", "2", "--checkpoint.keep-best", "False")
+    assert config.model.full_attention_layers == (1, 2)
+    assert not config.checkpoint.keep_best
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--mesh", "fsp=2"], ["--mesh", "fsdp"]),
+        (["--mesh", "4x2"], ["pipe x tensor x expert"]),
+        (["--experiment", "digit_cpu"], ["did you mean 'digits_cpu'"]),
+        (["--experiment", "../x"], ["one of digits_cpu"]),
+        (["--experiment", "digits_cpu", "--config", "x.yaml"], ["leave one out"]),
+        (["--config", "absent.yaml"], ["absent.yaml", "No such file"]),
+        (["--model.moe.num-expert", "4"], ["--model.moe.num-experts"]),
+        (["--optimizer.name", "sgd"], ["adamw", "muon"]),
+        (["--model.width", "wide"], ["--model.width"]),
+        (["--seed"], ["--seed"]),
+        (
+            ["--model.width", "-3", "--optimizer.beta1", "nan", "--training.steps", "0"],
+            ["settings: 3 faults", "model.width", "optimizer.beta1", "training.steps"],
+        ),
+        (["--mesh", "4x2x16"], ["pipe=4 expert=16 tensor=2 needs 128 devices", "8 are there (cpu)", "--dry-run"]),
+        (["--mesh", "fsdp=3,expert=-1"], ["8 devices (cpu), which the other axes do not divide"]),
+        (["--mesh", "fsdp=-1", "--dry-run"], ["give every axis a size"]),
+    ],
+)
+def test_a_wrong_command_line_is_one_message_and_exit_code_2(arguments: list[str], parts: list[str], capsys):
+    try:
+        code = train.main(arguments)
+    except SystemExit as exit:
+        code = exit.code
+    message = capsys.readouterr().err
+    assert code == 2
+    for part in parts:
+        assert part in message
+    assert "Traceback" not in message
+    assert not any(Path().iterdir())
+
+
+def test_an_open_axis_is_filled_with_the_devices_there_are():
+    assert train.settle_mesh(settings("--mesh", "1x2x-1")).mesh == MeshConfig(tensor=2, expert=4)
+
+
+def test_another_run_is_not_overwritten(capsys):
+    config = RunConfig(run_dir="run")
+    saved.save(config)
+    Path("run/metrics.jsonl").write_text("{}\n")
+    assert train.main(["--run-dir", "run", "--data.rows", "32"]) == 2
+    assert "16" in capsys.readouterr().err
+    assert saved.load("run/config.yaml") == config
+
+
+def test_ctrl_c_before_training_is_one_line(monkeypatch, capsys):
+    def interrupt(config: RunConfig) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "train", interrupt)
+    assert train.main([]) == train.EXIT_STOPPED_AT_ONCE
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_plan_of_a_mesh_needs_none_of_its_devices(capsys):
+    assert train.main(["--mesh", "replica=4,expert=16", "--data.rows", "64", "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "mesh: replica=4 expert=16" in output
+    assert "plan for 64 devices" in output
+    assert not any(Path().iterdir())
+
+
+def test_the_plan_of_an_unbuilt_axis_says_so(capsys):
+    assert train.main(["--mesh", "4x2x16", "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert "plan for 128 devices" in captured.out
+    assert "not built yet" in captured.err
+
+
+def test_help_and_errors_do_not_wait_for_jax():
+    script = (
+        "import sys; from mmjax.train import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as exit: assert exit.code == 0\n"
+        "assert main(['--mesh', 'x']) == 2 and main(['--model.width', '0']) == 2\n"
+        "assert 'jax' not in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert "--dry-run" in finished.stdout
