@@ -38,9 +38,12 @@ def run() -> RunConfig:
                 dense_width=256,
             ),
             vision=VisionConfig(num_layers=2, width=64, patch_pixels=4),
+            remat="none",
         ),
-        data=DataConfig(rows=16, row_tokens=192, row_patches=128, image_max_patches=16),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=30),
-        checkpoint=CheckpointConfig(every_steps=100),
-        training=TrainingConfig(steps=400, eval_every_steps=100),
+        data=DataConfig(
+            rows=16, row_tokens=192, row_patches=192, image_max_patches=16, packing_window=256, eval_samples=512
+        ),
+        optimizer=OptimizerConfig(name="muon", learning_rate=5e-3, warmup_steps=30),
+        checkpoint=CheckpointConfig(every_steps=50),
+        training=TrainingConfig(steps=200, eval_every_steps=100),
     )

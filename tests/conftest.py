@@ -1,19 +1,23 @@
-"""Settings of all tests: 8 virtual CPU devices, strict promotion, a persistent compilation cache."""
+"""Settings of all tests: 8 virtual CPU devices (or the GPUs, with --gpu), strict promotion, a compilation cache."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-# Before JAX starts: most of a test's time is compilation, and unoptimised programs compile in half of it.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+IS_GPU_RUN = "--gpu" in sys.argv
+if not IS_GPU_RUN:
+    # Before JAX starts: most of a test's time is compilation, and unoptimised programs compile in half of it.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+if not IS_GPU_RUN:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update(
@@ -25,16 +29,23 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, and multigpu where there are several")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    skipped = {"gpu": pytest.mark.skip(reason="needs a GPU")}
-    if not config.getoption("--slow"):
-        skipped["slow"] = pytest.mark.skip(reason="run with --slow")
     for item in items:
-        for name, mark in skipped.items():
-            if name in item.keywords:
-                item.add_marker(mark)
+        if reason := _reason_to_skip(set(item.keywords), is_slow_run=config.getoption("--slow")):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _reason_to_skip(marks: set[str], *, is_slow_run: bool) -> str | None:
+    if "multigpu" in marks:
+        return None if IS_GPU_RUN and jax.device_count() > 1 else "needs several GPUs and --gpu"
+    if "gpu" in marks:
+        return None if IS_GPU_RUN else "needs a GPU and --gpu"
+    if IS_GPU_RUN:
+        return "not a GPU test"
+    return "run with --slow" if "slow" in marks and not is_slow_run else None
 
 
 @pytest.fixture
@@ -52,7 +63,7 @@ def one_device() -> Callable:
     return wrap
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_batch() -> Callable:
     """`make_batch(model, rows=8, row_tokens=24, row_patches=24, seed=0, empty_rows=0)`: a random packed batch.
 

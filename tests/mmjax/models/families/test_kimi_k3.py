@@ -1,4 +1,4 @@
-"""A whole tiny Kimi-K3 (text and images) against recorded logits, hidden values and gradients of a public implementation.
+"""A whole tiny Kimi-K3 (text, images) against recorded logits, hidden values and gradients of a public implementation.
 
 How the recorded values were made stands in tests/golden/k3_tiny/README.md.
 """
@@ -103,6 +103,18 @@ def real_tokens(values: jax.Array, batch: Batch) -> np.ndarray:
     ],
 )
 def test_tiny_k3_gives_the_recorded_values_and_gradients(one_device, dtype, is_packed, value_bound, gradient_bound):
+    check_golden(one_device, dtype, is_packed, value_bound, gradient_bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "value_bound", "gradient_bound"), [("float64", 1e-6, 1e-6), ("float32", 5e-4, 1e-3)])
+def test_a_gpu_gives_the_recorded_values_and_gradients_too(one_device, dtype, value_bound, gradient_bound):
+    # The recorded float32 bounds are those of full products, not of TensorFloat-32.
+    with jax.default_matmul_precision("highest"):
+        check_golden(one_device, dtype, True, value_bound, gradient_bound)
+
+
+def check_golden(one_device, dtype, is_packed, value_bound, gradient_bound) -> None:
     expected = np.load(GOLDEN / "expected.npz")
     with jax.enable_x64(dtype == "float64"):
         config, batch = golden_run(dtype), golden_batch(is_packed=is_packed)
