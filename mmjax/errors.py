@@ -1,5 +1,7 @@
 """Errors a person can mend, and the exit code each kind ends a command with. No JAX."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import ClassVar
 
 
@@ -26,9 +28,23 @@ class DataError(MmjaxError):
 
 
 class CheckpointError(MmjaxError):
-    """No checkpoint can be written or restored."""
+    """No checkpoint or other file of a run can be written, or no checkpoint restored."""
 
     exit_code = 4
+
+
+@contextlib.contextmanager
+def writing(path: object) -> Iterator[None]:
+    """Turns what the system has against a write at `path` (no room, no right) into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            str(path),
+            found=error.strerror or str(error),
+            expected="a place that can be written",
+            remedy="free space or mend permissions and start the same command again, or give another --run-dir",
+        ) from error
 
 
 class NonFiniteError(MmjaxError):

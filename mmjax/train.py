@@ -120,6 +120,7 @@ def train(config: RunConfig) -> int:
     _print_mesh(config.mesh)
     print(to_yaml(config))
     print(f"settings saved to {saved.save(config)}")
+    _allow_float64(config)
 
     from mmjax.parallel.mesh import make_mesh
     from mmjax.training import loop
@@ -137,6 +138,7 @@ def show_plan(config: RunConfig) -> int:
     if all(fault.path in UNBUILT_AXES for fault in faults):
         from mmjax.training import dry_run
 
+        _allow_float64(config)
         table = Table("each device holds", "", title=f"plan for {config.mesh.num_devices} devices")
         for label, value in dry_run.report(config):
             table.add_row(escape(label), escape(value))
@@ -173,6 +175,14 @@ def settle_mesh(config: RunConfig) -> RunConfig:
     if faults:
         raise ConfigurationFaults("settings", faults)
     return resolved
+
+
+def _allow_float64(config: RunConfig) -> None:
+    """JAX rounds float64 to float32 unless told otherwise."""
+    if "float64" in (config.model.parameter_dtype, config.model.compute_dtype):
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
 
 
 def _count_devices() -> tuple[int, str]:

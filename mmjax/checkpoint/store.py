@@ -265,8 +265,7 @@ class Store:
 def _named_leaves(state: Any) -> dict[str, Any]:
     """The arrays of a pytree by dotted path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(state)
-    # Flax variables end their path in "value"; the array's name is that of the variable.
-    names = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in flat]
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
     assert len(set(names)) == len(names), "two arrays of the state share a name"
     return {name: leaf for name, (_, leaf) in zip(names, flat, strict=True)}
 
@@ -363,12 +362,12 @@ def _silence_background_tracebacks() -> None:
     """Let an error of Orbax's threads be told once, by the exception.
 
     It is also logged with hundreds of lines of traceback, and the reads or writes that it leaves behind complain to
-    Python's hook for errors that nobody can catch when their event loop is gone.
+    their event loop, and when that is gone to Python's hook for errors that nobody can catch.
     """
-    logger = logging.getLogger("absl")
-    if _is_no_orbax_traceback in logger.filters:
+    if _is_no_orbax_traceback in logging.getLogger("absl").filters:
         return
-    logger.addFilter(_is_no_orbax_traceback)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_no_orbax_traceback)
     hook = sys.unraisablehook
 
     def told_unless_left_behind(unraisable: Any) -> None:
@@ -382,4 +381,5 @@ def _silence_background_tracebacks() -> None:
 
 
 def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and "orbax" in record.pathname)
+    # The event loop's complaint names the function that failed.
+    return not (record.exc_info and "orbax" in record.pathname + record.getMessage())

@@ -232,6 +232,25 @@ def _data_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def _training_faults(config: RunConfig) -> Iterator[Fault]:
+    if config.model.parameter_dtype == "bfloat16":
+        yield Fault(
+            path="model.parameter_dtype",
+            found="bfloat16, in which small updates of a trained weight vanish",
+            remedy="give float32, with model.compute_dtype=bfloat16 for speed",
+        )
+    chunk = config.model.linear_attention.chunk_tokens
+    if chunk < 16 or chunk & (chunk - 1):
+        yield Fault(
+            path="model.linear_attention.chunk_tokens",
+            found=str(chunk),
+            remedy="give 16 times a power of two, such as 64",
+        )
+    if config.model.vision.is_present and config.model.vision.width % 2:
+        yield Fault(
+            path="model.vision.width",
+            found=str(config.model.vision.width),
+            remedy="give an even number: half of it are sines of the frame, half cosines",
+        )
     if config.optimizer.warmup_steps > config.training.steps:
         yield Fault(
             path="optimizer.warmup_steps",

@@ -6,7 +6,7 @@ from pathlib import Path
 from mmjax.config.faults import ConfigurationFaults, Fault
 from mmjax.config.settings import RunConfig
 from mmjax.config.yaml_text import flatten, from_yaml, to_yaml
-from mmjax.errors import CheckpointError, ConfigurationError
+from mmjax.errors import ConfigurationError, writing
 
 FILE_NAME = "config.yaml"
 
@@ -17,8 +17,6 @@ _MAY_CHANGE = (
     "checkpoint.",
     "training.",
     "data.prefetch_batches",
-    "data.eval_source",
-    "data.eval_samples",
     "model.remat",
     "model.loss_chunk_tokens",
     "model.linear_attention.chunk_tokens",
@@ -66,16 +64,9 @@ def save(config: RunConfig) -> Path:
         ]
         if faults:
             raise ConfigurationFaults(f"{folder} holds a different run", faults)
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f"{FILE_NAME}.{os.getpid()}.unfinished"
         unfinished.write_text(to_yaml(config), encoding="utf-8")
         unfinished.replace(file)
-    except OSError as error:
-        raise CheckpointError(
-            str(folder),
-            found=str(error.strerror),
-            expected="a folder that can be written",
-            remedy="free space there, mend its permissions, or give another --run-dir",
-        ) from error
     return file

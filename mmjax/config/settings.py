@@ -65,7 +65,10 @@ class IndexerConfig:
     """Lightning indexer of DeepSeek sparse attention."""
 
     stage: Literal["none", "dense", "sparse"] = "none"
-    """`none`: no indexer; `dense`: attention sees all keys while the indexer learns; `sparse`: attention sees top_k."""
+    """`none`: no indexer; `dense`: attention sees all keys while the indexer learns; `sparse`: attention sees top_k.
+
+    In both stages the rest of the model goes on learning from its own loss; nothing is frozen.
+    """
     num_heads: int = 2
     head_width: int = 16
     top_k: int = 2048
@@ -158,8 +161,7 @@ class VisionConfig:
     channels: int = 3
     table_rows: int = 8
     table_columns: int = 8
-    table_frames: int = 4
-    """Size of the learned position table, and how many frames the fixed time table covers."""
+    """Size of the learned position table, in patches."""
     norm_epsilon: float = 2.0**-23
     projector_norm_epsilon: float = 1e-5
     rope_base: float = 10000.0
@@ -194,7 +196,10 @@ class ModelConfig:
     parameter_dtype: Float = "float32"
     compute_dtype: Float = "float32"
     remat: Literal["layer", "none"] = "layer"
-    """`layer`: keep each layer's input and its routing, compute the rest again in the backward pass."""
+    """`layer`: keep each decoder layer's input and its routing, compute the rest again in the backward pass.
+
+    Layers of the vision tower are always computed again.
+    """
     loss_chunk_tokens: int = 1024
     """Tokens whose logits exist at one time."""
 

@@ -67,7 +67,8 @@ def evaluation_batches(
                         start=start + document.answer_start,
                         budget=len(document.tokens) - document.answer_start,
                         question=next((turn.text for turn in sample.messages[::-1] if turn.role == "user"), ""),
-                        reference=sample.messages[-1].text,
+                        # As the tokenizer gives it back: it may lower case, say, what it takes.
+                        reference=tokenizer.decode(tokenizer.encode(sample.messages[-1].text)).strip(),
                         kind=sample.kind,
                         picture=_first_picture(document, data, vision),
                     )

@@ -142,14 +142,15 @@ class DecoderLayer(nnx.Module):
         `frozen` holds the sums of finished residual blocks (the embedding first). `is_live` is False in the first layer
         of a block, whose running sum holds nothing yet and must not take part in its first mix.
         """
+        wide = at_least_float32(running_sum.dtype)
         mixer_input = self._mix("mixer_residual", running_sum, frozen, is_live)
         mixer_output, indexer_loss = self._mixer(
-            rms_norm(mixer_input, use(self.input_norm, mixer_input.dtype), self.model.norm_epsilon), segment_ids
+            rms_norm(mixer_input, use(self.input_norm, wide), self.model.norm_epsilon), segment_ids
         )
         running_sum = running_sum + mixer_output
         mlp_input = self._mix("mlp_residual", running_sum, frozen, True)
         mlp_output, router = self._mlp(
-            rms_norm(mlp_input, use(self.mlp_norm, mlp_input.dtype), self.model.norm_epsilon), segment_ids > 0
+            rms_norm(mlp_input, use(self.mlp_norm, wide), self.model.norm_epsilon), segment_ids > 0
         )
         running_sum = running_sum + mlp_output
         record = LayerRecord(
@@ -245,7 +246,8 @@ class Decoder(nnx.Module):
             records.append(segment_records)
         if self.model.residual == "attention":
             running_sum = self.output_residual(running_sum, frozen)
-        return rms_norm(running_sum, use(self.norm, running_sum.dtype), self.model.norm_epsilon), tuple(records)
+        scale = use(self.norm, at_least_float32(running_sum.dtype))
+        return rms_norm(running_sum, scale, self.model.norm_epsilon), tuple(records)
 
     def _run_segment(
         self,

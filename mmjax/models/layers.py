@@ -81,10 +81,11 @@ def rms_norm(inputs: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """`inputs / sqrt(mean(inputs^2) + epsilon) * scale` over the last axis.
 
     Statistics in at least float32; the normalised value is cast back before the scale, as the released Kimi models do.
+    The scale is cast where it is broadcast, so that its gradient adds up over tokens in its own dtype.
     """
     wide = inputs.astype(at_least_float32(inputs.dtype))
     normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    return normalised.astype(inputs.dtype) * jnp.broadcast_to(jnp.asarray(scale, inputs.dtype), inputs.shape)
+    return normalised.astype(inputs.dtype) * jnp.broadcast_to(scale, inputs.shape).astype(inputs.dtype)
 
 
 class DenseMlp(nnx.Module):

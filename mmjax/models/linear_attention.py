@@ -48,7 +48,7 @@ class KimiDeltaAttention(nnx.Module):
         self.config, self.norm_epsilon = linear, model.norm_epsilon
         heads, keys, values = linear.num_heads, linear.key_width, linear.value_width
 
-        def heads_from(width: int, axis: str, head_width: int) -> nnx.Variable:
+        def heads_from(width: int, axis: str | None, head_width: int) -> nnx.Variable:
             return parameter(initializer, (width, heads, head_width), (axis, "heads", None), dtype)
 
         def taps(head_width: int) -> nnx.Variable:
@@ -60,7 +60,8 @@ class KimiDeltaAttention(nnx.Module):
         self.query, self.query_convolution = heads_from(model.width, "model_weight", keys), taps(keys)
         self.key, self.key_convolution = heads_from(model.width, "model_weight", keys), taps(keys)
         self.value, self.value_convolution = heads_from(model.width, "model_weight", values), taps(values)
-        self.decay_down, self.decay_up = down(linear.decay_rank), heads_from(linear.decay_rank, "rank_weight", keys)
+        # Ranks are small (128 in Kimi-K3): split over hundreds of devices they would not divide.
+        self.decay_down, self.decay_up = down(linear.decay_rank), heads_from(linear.decay_rank, None, keys)
         initial_rate = jax.nn.initializers.zeros if linear.decay == "bounded" else log_uniform_rate
         self.log_rate = parameter(initial_rate, (heads,), ("heads",), wide)
         self.decay_bias = parameter(inverse_softplus_of_steps, (heads, keys), ("heads", None), wide)
@@ -69,7 +70,7 @@ class KimiDeltaAttention(nnx.Module):
             self.output_gate = heads_from(model.width, "model_weight", values)
         else:
             self.output_gate_down = down(linear.output_gate_rank)
-            self.output_gate_up = heads_from(linear.output_gate_rank, "rank_weight", values)
+            self.output_gate_up = heads_from(linear.output_gate_rank, None, values)
         self.output_norm = ones(values, wide)
         self.output = parameter(initializer, (heads, values, model.width), ("heads", None, "model_weight"), dtype)
 

@@ -75,7 +75,7 @@ class LatentAttention(nnx.Module):
         initializer, dtype = normal(model.initializer_range), model.parameter_dtype
         self.config = full
 
-        def heads_from(width: int, axis: str, head_width: int) -> nnx.Param:
+        def heads_from(width: int, axis: str, head_width: int) -> nnx.Variable:
             return parameter(initializer, (width, full.num_heads, head_width), (axis, "heads", None), dtype)
 
         if full.query_rank:

@@ -1,13 +1,15 @@
 """Layers of one kind as one module whose variables have a leading axis, run one after the other by a scan."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 
+Layer = TypeVar("Layer", bound=nnx.Module)
 
-def stacked(layer: nnx.Module, num_repeats: int) -> nnx.Module:
+
+def stacked(layer: Layer, num_repeats: int) -> Layer:
     """The described module `layer` as a stack of `num_repeats` of them: each variable gains a leading axis.
 
     `array_axes` go on naming the axes of one layer; the leading axis is implied.
@@ -28,11 +30,10 @@ def scan_stack(
     xs: Any = None,
     *,
     remat: bool = True,
-    policy: Callable[..., bool] | None = None,
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` of `body(layer, carry, x) -> (carry, y)` over the layers of a stack and the leading axis of `xs`.
 
-    Under `remat` the backward pass keeps each layer's carry, and what `policy` names, and computes the rest again.
+    Under `remat` the backward pass keeps each layer's carry and computes the rest again.
     Inside `shard_map` the carry must enter varying over the mesh axes that it leaves with.
     """
     graph, state = nnx.split(stack)
@@ -43,5 +44,5 @@ def scan_stack(
 
     if remat:
         # A scan already keeps the forward and backward loops apart: no barrier against merging them is needed.
-        step = jax.checkpoint(step, policy=policy, prevent_cse=False)
+        step = jax.checkpoint(step, prevent_cse=False)
     return jax.lax.scan(step, carry, (state, xs))

@@ -118,7 +118,7 @@ class Projector(nnx.Module):
         return wide_rms_norm(jnp.einsum("bpn,nd->bpd", bent, use(self.down, dtype)), self.norm, self.epsilon)
 
 
-def wide_rms_norm(inputs: jax.Array, scale: nnx.Param, epsilon: float) -> jax.Array:
+def wide_rms_norm(inputs: jax.Array, scale: nnx.Variable, epsilon: float) -> jax.Array:
     """RMSNorm over the last axis; unlike the text's, the scale multiplies in at least float32, before the cast back."""
     wide = at_least_float32(inputs.dtype)
     return layers.rms_norm(inputs.astype(wide), use(scale, wide), epsilon).astype(inputs.dtype)

@@ -4,7 +4,9 @@ import json
 import math
 import os
 import resource
+import socket
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from tensorboard.compat.proto import event_pb2, summary_pb2
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from mmjax.errors import writing
 
 # Generated modules: a type checker sees nothing in them.
 _event: Any = event_pb2
@@ -42,16 +46,18 @@ class RunMonitor:
             console=self._console,
         )
         self._task = self._progress.add_task("steps", total=num_steps, completed=first_step)
-        self._files: dict[str, Any] = {}
-        self._events: EventFileWriter | None = None
+        self._run_dir, self._is_silent = run_dir, is_silent
+        # TensorBoard reads the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}"
+        self._events_file = run_dir / "tensorboard" / name
         if not is_silent:
-            for name in (METRICS, EVALUATIONS):
-                drop_lines_after(run_dir / name, first_step)
-                self._files[name] = (run_dir / name).open("a", encoding="utf-8")
-            self._events = EventFileWriter(str(run_dir / "tensorboard"))
+            with writing(run_dir):
+                for name in (METRICS, EVALUATIONS):
+                    drop_lines_after(run_dir / name, first_step)
+                self._events_file.parent.mkdir(exist_ok=True)
+            self._add_event(file_version="brain.Event:2")
             # Tells TensorBoard to forget what an interrupted run wrote of this step and later ones.
-            start = _event.SessionLog(status=_event.SessionLog.START)
-            self._events.add_event(_event.Event(step=first_step + 1, session_log=start))
+            self._add_event(step=first_step + 1, session_log=_event.SessionLog(status=_event.SessionLog.START))
 
     def __enter__(self) -> "RunMonitor":
         self._progress.start()
@@ -59,10 +65,6 @@ class RunMonitor:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        for file in self._files.values():
-            file.close()
-        if self._events is not None:
-            self._events.close()
 
     def step(self, step: int, values: Mapping[str, float], *, is_printed: bool = True) -> None:
         """Record the metrics of a finished step, the first being 1."""
@@ -88,16 +90,21 @@ class RunMonitor:
         self._console.print(table)
 
     def _record(self, file: str, group: str, step: int, values: Mapping[str, float]) -> None:
-        if self._events is None:
+        if self._is_silent:
             return
         # JSON has no word for a number that is not finite.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._files[file].write(json.dumps({"step": step, **finite}) + "\n")
-        self._files[file].flush()
+        with writing(self._run_dir / file), (self._run_dir / file).open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"step": step, **finite}) + "\n")
         scalars = [
             _summary.Summary.Value(tag=f"{group}/{name}", simple_value=float(value)) for name, value in values.items()
         ]
-        self._events.add_event(_event.Event(step=step, summary=_summary.Summary(value=scalars)))
+        self._add_event(step=step, summary=_summary.Summary(value=scalars))
+
+    def _add_event(self, **event: Any) -> None:
+        # At once and here: TensorBoard's own writer fails on a thread, with a traceback that nobody can catch.
+        with writing(self._events_file), self._events_file.open("ab") as file:
+            RecordWriter(file).write(_event.Event(wall_time=time.time(), **event).SerializeToString())
 
 
 def step_line(step: int, num_steps: int, values: Mapping[str, float]) -> str:
@@ -141,9 +148,12 @@ def drop_lines_after(path: Path, step: int) -> None:
 
 
 def memory_bytes() -> int:
-    """Memory in use on the fullest of this process's devices, or by the process itself where devices do not say."""
+    """The most that any of this process's devices has held so far; where devices do not say, what the process holds.
+
+    The peak, since between steps, when this is read, a device holds little more than the state.
+    """
     statistics = [device.memory_stats() for device in jax.local_devices()]
-    if used := [entry["bytes_in_use"] for entry in statistics if entry]:
+    if used := [entry["peak_bytes_in_use"] for entry in statistics if entry]:
         return max(used)
     if sys.platform == "linux":
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -1,5 +1,8 @@
 """The device mesh: six named axes, always all present."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -7,7 +10,7 @@ from mmjax import axes
 from mmjax.config import MeshConfig
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """Mesh of `config` over the first devices of the list (default: all there are).
 
     Raises:

@@ -1,11 +1,10 @@
 """The sharding table: which mesh axes each array axis rests on, and which of them are gathered at use."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from mmjax.axes import CONTEXT, EXPERT, FSDP, ROW_AXES, TENSOR, WEIGHT_AXES
 
@@ -48,18 +47,3 @@ def state_specs(state: Any) -> Any:
         state,
         is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
     )
-
-
-def shardings(specs: Any, mesh: jax.sharding.Mesh) -> Any:
-    """The tree of `specs` with NamedShardings on `mesh`."""
-    return jax.tree.map(
-        lambda leaf: NamedSharding(mesh, leaf), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
-    )
-
-
-def divisor(array_axis: str, mesh_sizes: Mapping[str, int]) -> int:
-    """Into how many parts a mesh splits an array axis."""
-    parts = 1
-    for mesh_axis in RULES[array_axis]:
-        parts *= mesh_sizes[mesh_axis]
-    return parts

@@ -13,5 +13,5 @@ def column(equation: str, inputs: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def row(equation: str, inputs: jax.Array, weight: jax.Array) -> jax.Array:
-    """`einsum(equation, inputs, weight)` where both hold this device's share of the summed axis; summed over devices."""
+    """`einsum(equation, inputs, weight)`, both with this device's share of the summed axis; summed over devices."""
     return lax.psum(jnp.einsum(equation, inputs, weight), TENSOR)

@@ -12,7 +12,6 @@ class GradientGuard:
         self._max_nonfinite_steps = max_nonfinite_steps
         self._parameter_names = sorted(parameter_names)
         self.in_a_row = in_a_row
-        self.total = 0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """What to tell about a step whose update was skipped; None for a sound one.
@@ -27,7 +26,6 @@ class GradientGuard:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
-        self.total += 1
         found = f"loss {metrics['loss']}, gradient norm {metrics['gradient_norm']}; {self._origin(metrics)}"
         if self.in_a_row < self._max_nonfinite_steps:
             return f"step {step}: {found}; update skipped ({self.in_a_row} of {self._max_nonfinite_steps} in a row)"
@@ -35,7 +33,8 @@ class GradientGuard:
             f"step {step}",
             found=f"{found}; {self.in_a_row} such steps in a row",
             expected=f"fewer than {self._max_nonfinite_steps} in a row (training.max_nonfinite_steps)",
-            remedy="lower optimizer.learning_rate, look at the data of these steps, or resume from an earlier step",
+            remedy="look at the data of these steps; lower optimizer.learning_rate in another run_dir; or move the"
+            " newest folders of checkpoints/ away and start again, to go on from an earlier step",
         )
 
     def _origin(self, metrics: Mapping[str, float]) -> str:

@@ -52,10 +52,12 @@ class GivenAnswer:
 
     asked: EvaluationAnswer
     given: str
+    is_finished: bool
+    """The answer ended within its budget; one that runs on is wrong whatever it began with."""
 
     @property
     def is_right(self) -> bool:
-        return self.given == self.asked.reference
+        return self.is_finished and self.given == self.asked.reference
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,10 @@ class Evaluator:
             tokens = self._generate(state, item.batch, item.answers)
             for asked in item.answers:
                 generated = tokens[asked.row, asked.start : asked.start + asked.budget].tolist()
-                if self._tokenizer.end_token_id in generated:
+                is_finished = self._tokenizer.end_token_id in generated
+                if is_finished:
                     generated = generated[: generated.index(self._tokenizer.end_token_id)]
-                answers.append(GivenAnswer(asked, self._tokenizer.decode(generated)))
+                answers.append(GivenAnswer(asked, self._tokenizer.decode(generated).strip(), is_finished))
         return EvaluationResult(tuple(answers))
 
     def _generate(self, state: TrainState, batch: Batch, answers: list[EvaluationAnswer]) -> np.ndarray:
@@ -94,7 +97,8 @@ class Evaluator:
 
         All answers are decoded side by side: each pass rewrites every answer token with what the model predicts from
         the tokens before it. After n passes the first n tokens of each answer are the greedy ones, since attention is
-        causal and documents are isolated; a pass that changes nothing ends it.
+        causal and documents are isolated; a pass that changes nothing ends it. (Experts that drop what overflows break
+        the isolation: an answer then depends on its neighbours, as it does in training.)
         """
         is_answer = np.zeros(batch.tokens.shape, bool)
         for asked in answers:

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import fcntl
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -15,7 +17,7 @@ from mmjax.data.batch import Batch
 from mmjax.data.evaluation import majority_baseline
 from mmjax.data.loader import Loader, check_fingerprint
 from mmjax.data.sources.open_source import has_held_out
-from mmjax.errors import EXIT_INTERRUPTED, DataError
+from mmjax.errors import EXIT_INTERRUPTED, ConfigurationError, DataError, writing
 from mmjax.monitor.dashboard import AnsweredQuestion, write_sheet
 from mmjax.monitor.metrics import EVALUATIONS, METRICS, RunMonitor, memory_bytes, read_lines
 from mmjax.resilience.gradient_guard import GradientGuard
@@ -41,19 +43,24 @@ def run(config: RunConfig, mesh: Mesh) -> int:
         jax.config.update("jax_compilation_cache_dir", config.training.compilation_cache)
     run_dir, num_steps = Path(config.run_dir), config.training.steps
     with contextlib.ExitStack() as stack:
+        stack.enter_context(sole_user(run_dir))
         interruption = stack.enter_context(Interruption())
         compilations = stack.enter_context(CompilationCounter("train_step"))
         keep = {"keep_last": config.checkpoint.keep_last, "keep_best": config.checkpoint.keep_best}
         checkpoints = stack.enter_context(Store(run_dir / CHECKPOINTS, **keep))
+        # All data is looked at before anything that takes long.
         loader = Loader(config.data, config.model.vision, config.seed, "train")
+        check_vocabulary(config, loader)
+        evaluator = open_evaluator(config, mesh)
         abstract = abstract_state(config, mesh)
         state, progress = restore_or_begin(config, mesh, checkpoints, loader, abstract)
         monitor = stack.enter_context(
             RunMonitor(run_dir, first_step=progress.steps, num_steps=num_steps, is_silent=jax.process_index() != 0)
         )
         monitor.say(f"resumed after step {progress.steps}" if progress.steps else "new run")
+        monitor.table("data", {name.replace("_", " "): f"{value:,.6g}" for name, value in loader.counters().items()})
         monitor.table("estimate", dict(dry_run.estimate(config, abstract).rows()))
-        held_out = HeldOut(config, mesh, monitor)
+        held_out = HeldOut(evaluator, run_dir, monitor)
         saver = Saver(config, checkpoints, loader, progress)
         guard = GradientGuard(
             config.training.max_nonfinite_steps, tuple(abstract.parameters), int(state.nonfinite_steps)
@@ -82,7 +89,8 @@ def run(config: RunConfig, mesh: Mesh) -> int:
             if progress.steps < num_steps and (is_save_due or is_evaluation_due):
                 recorder.flush()
                 is_best = is_evaluation_due and held_out.evaluate(progress.steps, state)
-                if is_save_due or (is_best and config.checkpoint.keep_best):
+                # In a row of steps that were not finite the state may be lost: it must not push out a sound one.
+                if guard.in_a_row == 0 and (is_save_due or (is_best and config.checkpoint.keep_best)):
                     saver.save(state, held_out.scores.get(progress.steps))
                 recorder.restart_clock()
         recorder.flush()
@@ -94,17 +102,52 @@ def run(config: RunConfig, mesh: Mesh) -> int:
                 raise data_failure
             monitor.say(f"stopped after step {progress.steps}; the same command goes on from there")
             return EXIT_INTERRUPTED
-        held_out.evaluate(num_steps, state)
-        saver.save(state, held_out.scores.get(num_steps))
+        held_out.evaluate(progress.steps, state)
+        saver.save(state, held_out.scores.get(progress.steps))
         checkpoints.wait()
-        rows = (
-            recorder.summary() | held_out.summary() | {"latest checkpoint": str(run_dir / CHECKPOINTS / str(num_steps))}
-        )
+        latest = {"latest checkpoint": str(run_dir / CHECKPOINTS / str(progress.steps))}
+        rows = recorder.summary() | held_out.summary() | latest
         if held_out.result is not None and jax.process_index() == 0:
             write_answers(run_dir, held_out.result)
             rows["answers"] = str(run_dir / SHEET)
         monitor.table("finished", rows)
     return 0
+
+
+@contextlib.contextmanager
+def sole_user(run_dir: Path) -> Iterator[None]:
+    """While entered, no other process of this machine trains in `run_dir`: two would remove each other's files."""
+    if jax.process_index() != 0:
+        yield
+        return
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        folder = os.open(run_dir, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigurationError(
+                str(run_dir),
+                found="another process that trains in this folder",
+                expected="no other one",
+                remedy="wait for it or stop it, or give another --run-dir",
+            ) from error
+        yield
+    finally:
+        os.close(folder)
+
+
+def check_vocabulary(config: RunConfig, loader: Loader) -> None:
+    """Refuse tokens that the embedding has no row for: they would pass for zeros, and train."""
+    needed = loader.tokenizer.vocabulary_size
+    if needed > config.model.vocabulary_size:
+        raise ConfigurationError(
+            "model.vocabulary_size",
+            found=f"{config.model.vocabulary_size}",
+            expected=f"at least the {needed} tokens of data.tokenizer={config.data.tokenizer}",
+            remedy=f"give --model.vocabulary-size {-(-needed // 64) * 64}",
+        )
 
 
 def is_due(step: int, every: int) -> bool:
@@ -118,6 +161,8 @@ class Progress:
     steps: int = 0
     real_tokens: int = 0
     supervised_tokens: int = 0
+    skipped_steps: int = 0
+    """Steps whose loss or gradient was not finite."""
 
 
 def restore_or_begin(
@@ -203,6 +248,7 @@ class Recorder:
         seconds, self._clock = now - self._clock, now
         self._progress.real_tokens += int(values["real_tokens"])
         self._progress.supervised_tokens += int(values["supervised_tokens"])
+        self._progress.skipped_steps += not values["is_finite"]
         self._training_seconds += seconds
         self._steps += 1
         self._tokens += int(values["real_tokens"])
@@ -232,7 +278,7 @@ class Recorder:
         return rows | {
             "tokens seen": f"{self._progress.real_tokens:,}, of them supervised {self._progress.supervised_tokens:,}",
             "compilations of the step": str(self._compilations.count),
-            "steps skipped as not finite": str(self._guard.total),
+            "steps skipped as not finite": str(self._progress.skipped_steps),
             "largest memory seen": dry_run.format_bytes(self._peak_memory_bytes),
             "seconds in all": f"{time.perf_counter() - self._begun:,.0f}",
         }
@@ -257,19 +303,20 @@ def compile_step(config: RunConfig, mesh: Mesh, state: TrainState, batch: Batch,
     return program
 
 
+def open_evaluator(config: RunConfig, mesh: Mesh) -> Evaluator | None:
+    """None where nothing is held out."""
+    if not has_held_out(config.data):
+        return None
+    return Evaluator(config, Loader(config.data, config.model.vision, config.seed, "held_out"), mesh)
+
+
 class HeldOut:
     """Evaluation of a run on its held-out samples, if it has any."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, monitor: RunMonitor):
-        self._monitor = monitor
-        self.scores = {
-            record["step"]: record["exact_match"] for record in read_lines(Path(config.run_dir) / EVALUATIONS)
-        }
+    def __init__(self, evaluator: Evaluator | None, run_dir: Path, monitor: RunMonitor):
+        self._evaluator, self._monitor = evaluator, monitor
+        self.scores = {record["step"]: record["exact_match"] for record in read_lines(run_dir / EVALUATIONS)}
         self.result: EvaluationResult | None = None
-        self._evaluator: Evaluator | None = None
-        if has_held_out(config.data):
-            loader = Loader(config.data, config.model.vision, config.seed, "held_out")
-            self._evaluator = Evaluator(config, loader, mesh)
 
     def evaluate(self, step: int, state: TrainState) -> bool:
         """Answer all held-out questions and record the score; whether it is the best so far."""
@@ -335,4 +382,5 @@ def write_answers(run_dir: Path, result: EvaluationResult) -> None:
     ]
     losses = [(record["step"], record["loss"]) for record in read_lines(run_dir / METRICS)]
     scores = [(record["step"], record["exact_match"]) for record in read_lines(run_dir / EVALUATIONS)]
-    write_sheet(run_dir / SHEET, str(run_dir), answers, losses, scores, baseline(result))
+    with writing(run_dir / SHEET):
+        write_sheet(run_dir / SHEET, str(run_dir), answers, losses, scores, baseline(result))

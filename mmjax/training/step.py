@@ -20,7 +20,7 @@ from mmjax.models.multimodal import Arrays, ModelDefinition, MultimodalModel, de
 from mmjax.parallel.fsdp import make_varying, varying_like
 from mmjax.parallel.sharding import spec, variable_spec
 from mmjax.resilience.router_update import update_bias
-from mmjax.training.optimizer import learning_rate, make_optimizer
+from mmjax.training.optimizer import learning_rate, make_optimizer, num_updates
 from pallas_kernels.cross_entropy.api import cross_entropy
 
 
@@ -49,7 +49,7 @@ def abstract_state(config: RunConfig, mesh: Mesh | jax.sharding.AbstractMesh) ->
 
     def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         # Optimizer moments carry their parameter's path as the last key; counters and biases are held whole.
-        leaf_spec = specs.get(getattr(path[-1], "key", None), PartitionSpec())
+        leaf_spec = specs.get(getattr(path[-1], "key", ""), PartitionSpec())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf_spec))
 
     parameters, router_biases = (
@@ -154,10 +154,12 @@ def make_update(config: RunConfig):
         metrics = {
             "loss": loss,
             "gradient_norm": gradient_norm,
-            "learning_rate": jnp.asarray(schedule(state.step.astype(jnp.float32)), jnp.float32),
+            "learning_rate": jnp.asarray(schedule(num_updates(state.optimizer).astype(jnp.float32)), jnp.float32),
             "is_finite": is_finite,
             "first_nonfinite_layer": first_true(report.nonfinite_layers > 0),
-            "first_nonfinite_gradient": first_true(jnp.stack([~jnp.isfinite(jnp.sum(g)) for g in gradients.values()])),
+            "first_nonfinite_gradient": first_true(
+                jnp.stack([~jnp.isfinite(jnp.sum(gradients[path])) for path in sorted(gradients)])
+            ),
             "indexer_loss": report.indexer_loss / counts["real_tokens"].astype(report.indexer_loss.dtype),
             "moe_load_max_over_mean": worst_load(report.routers),
             "dropped_rows": sum(
@@ -267,7 +269,7 @@ def make_report(model: ModelConfig, records: tuple[tuple[LayerRecord, ...], ...]
             if record.router is not None:
                 routers[f"decoder.segments.{index}.layers.{position}.mlp"] = record.router
             indexer_loss += jnp.sum(record.indexer_loss)
-        # [positions, repeats] -> order of the layers
+        # [repeats, positions] -> order of the layers
         flags = jnp.stack([~record.is_finite for record in segment_records], axis=1)
         nonfinite.append(flags.reshape(-1).astype(jnp.int32))
     return StepReport(routers, jnp.concatenate(nonfinite), indexer_loss)
@@ -288,7 +290,10 @@ def update_routers(
 def worst_load(routers: dict[str, RouterStatistics]) -> jax.Array:
     """Largest expert load over the mean load, of the worst layer; 0 without experts."""
     loads = [router.load.astype(jnp.float32) for router in routers.values()]
-    ratios = [jnp.max(jnp.max(load, axis=-1) / jnp.maximum(jnp.mean(load, axis=-1), 1)) for load in loads]
+    means = [jnp.mean(load, axis=-1) for load in loads]
+    ratios = [
+        jnp.max(jnp.max(load, axis=-1) / jnp.where(mean > 0, mean, 1)) for load, mean in zip(loads, means, strict=True)
+    ]
     return jnp.max(jnp.stack(ratios)) if ratios else jnp.zeros((), jnp.float32)
 
 

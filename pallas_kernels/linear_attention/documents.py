@@ -43,5 +43,5 @@ def starting_state(
     else:
         state = initial_state.astype(wide_dtype(*arrays, initial_state))
     varying = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
-    missing = tuple(varying - jax.typeof(state).manual_axis_type.varying)
+    missing = tuple(sorted(varying - jax.typeof(state).manual_axis_type.varying))
     return lax.pcast(state, missing, to="varying") if missing else state

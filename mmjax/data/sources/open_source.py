@@ -14,7 +14,7 @@ Split = Literal["train", "held_out"]
 
 def has_held_out(data: DataConfig) -> bool:
     """Whether there is anything to evaluate on."""
-    return bool(data.eval_source) or data.source == "digits"
+    return data.eval_samples > 0 and (bool(data.eval_source) or data.source == "digits")
 
 
 def open_source(data: DataConfig, seed: int, split: Split) -> Source:

@@ -18,6 +18,7 @@ from mmjax.parallel.sharding import spec, state_specs
 from pallas_kernels.sparse_attention.api import attention, selected_attention
 
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0], [1, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3]], np.int32)
+GIVEN_SEGMENTS = jnp.asarray(SEGMENTS)
 
 
 def model_config(stage: str, top_k: int = 3, dtype: str = "float64", **full_attention) -> ModelConfig:
@@ -52,8 +53,8 @@ def run(model: ModelConfig):
     inputs, cotangent = inputs_and_cotangent()
 
     def everything(state, inputs, cotangent):
-        output, indexer_loss = nnx.merge(graph, state)(inputs, SEGMENTS)
-        gradients = jax.jacrev(lambda *p: jnp.stack(losses(graph, *p, SEGMENTS, cotangent)), argnums=(0, 1))
+        output, indexer_loss = nnx.merge(graph, state)(inputs, GIVEN_SEGMENTS)
+        gradients = jax.jacrev(lambda *p: jnp.stack(losses(graph, *p, GIVEN_SEGMENTS, cotangent)), argnums=(0, 1))
         return output, indexer_loss, gradients(state, inputs)
 
     one_device = jax.shard_map(
@@ -82,15 +83,15 @@ def test_absorbed_and_expanded_attention_are_the_same():
         key = np.einsum("bsr,rhn->bshn", latent, key_up)
         key = np.concatenate([key, np.broadcast_to(shared_key[:, :, None], (2, 11, 3, 4))], axis=-1)
         value = np.einsum("bsr,rhv->bshv", latent, value_up)
-        expanded = attention(query, key, value, SEGMENTS, scale=1 / 3)
+        expanded = attention(*map(jnp.asarray, (query, key, value)), GIVEN_SEGMENTS, scale=1 / 3)
 
         absorbed_query = np.concatenate([np.einsum("bshn,rhn->bshr", query[..., :5], key_up), query[..., 5:]], axis=-1)
         every_key = np.broadcast_to(np.arange(11, dtype=np.int32), (2, 11, 11))
         is_seen = (SEGMENTS[:, :, None] == SEGMENTS[:, None]) & (SEGMENTS != 0)[:, :, None] & np.tri(11, dtype=bool)
         mixed = selected_attention(
-            absorbed_query,
-            np.concatenate([latent, shared_key], axis=-1),
-            np.where(is_seen, every_key, -1),
+            jnp.asarray(absorbed_query),
+            jnp.asarray(np.concatenate([latent, shared_key], axis=-1)),
+            jnp.asarray(np.where(is_seen, every_key, -1)),
             scale=1 / 3,
             value_width=6,
         )
@@ -136,9 +137,9 @@ def test_a_document_moves_nothing_of_another(one_device, stage):
             """Output of the second documents, gradients (parameters, inputs) of a loss on it; the whole output."""
 
             def loss(state, inputs):
-                return losses(graph, state, inputs, SEGMENTS, jnp.where(is_second, cotangent, 0))[0]
+                return losses(graph, state, inputs, GIVEN_SEGMENTS, jnp.where(is_second, cotangent, 0))[0]
 
-            output, _ = nnx.merge(graph, state)(inputs, SEGMENTS)
+            output, _ = nnx.merge(graph, state)(inputs, GIVEN_SEGMENTS)
             return jnp.where(is_second, output, 0), jax.grad(loss, argnums=(0, 1))(state, inputs), output
 
         *before, output = second_document(state, inputs)
@@ -166,7 +167,7 @@ def test_the_selection_is_saved_and_not_decided_again(one_device):
     def num_selections(policy):
         @functools.partial(jax.checkpoint, policy=policy)
         def loss(state, inputs):
-            return sum(losses(graph, state, inputs, SEGMENTS, cotangent))
+            return sum(losses(graph, state, inputs, GIVEN_SEGMENTS, cotangent))
 
         return str(jax.make_jaxpr(one_device(jax.grad(loss)))(state, inputs)).count("top_k[")
 
@@ -178,7 +179,7 @@ def test_half_precision_output_comes_with_a_float32_loss(one_device):
     for stage in ("none", "dense", "sparse"):
         graph, state = split(model_config(stage, dtype="float32"))
         inputs, _ = inputs_and_cotangent(jnp.bfloat16)
-        output, loss = jax.jit(one_device(lambda state, x, graph=graph: nnx.merge(graph, state)(x, SEGMENTS)))(
+        output, loss = jax.jit(one_device(lambda state, x, graph=graph: nnx.merge(graph, state)(x, GIVEN_SEGMENTS)))(
             state, inputs
         )
         assert (output.dtype, loss.dtype, loss.shape) == (jnp.bfloat16, jnp.float32, ())

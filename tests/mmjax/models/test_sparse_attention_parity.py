@@ -1,6 +1,7 @@
 """Latent attention against the implementations in transformers, weights copied."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -44,8 +45,8 @@ def run(one_device, model: ModelConfig, weights: dict, inputs: np.ndarray) -> tu
     found = nnx.to_pure_dict(state)
     assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, weights)
     nnx.replace_by_pure_dict(state, weights)
-    segments = np.ones(inputs.shape[:2], np.int32)
-    return jax.jit(one_device(lambda state: nnx.merge(graph, state)(inputs, segments)))(state)
+    segments = jnp.ones(inputs.shape[:2], jnp.int32)
+    return jax.jit(one_device(lambda state: nnx.merge(graph, state)(jnp.asarray(inputs), segments)))(state)
 
 
 def assert_close(found, expected):

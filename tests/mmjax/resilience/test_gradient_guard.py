@@ -24,7 +24,6 @@ def test_only_steps_in_a_row_stop_the_run_and_the_layer_is_named() -> None:
     guard.check(9, BROKEN)
     with pytest.raises(NonFiniteError, match=r"step 10: .*decoder layer 7 was the first"):
         guard.check(10, {**BROKEN, "first_nonfinite_layer": 7.0})
-    assert guard.total == 7
 
 
 def test_a_gradient_that_is_not_finite_names_its_parameter() -> None:

@@ -58,8 +58,8 @@ def test_values_and_gradients_equal_the_closed_form():
 
 
 def test_a_zero_query_gives_the_plain_mean():
-    sources, norm_scale, query, _ = arguments()
-    mixed = attention_residual(tuple(jnp.asarray(sources)), norm_scale, 0 * query, epsilon=EPSILON)
+    sources, norm_scale, query, _ = map(jnp.asarray, arguments())
+    mixed = attention_residual(tuple(sources), norm_scale, 0 * query, epsilon=EPSILON)
     np.testing.assert_allclose(mixed, sources.mean(axis=0), atol=1e-6)
 
 

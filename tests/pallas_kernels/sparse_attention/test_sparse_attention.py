@@ -9,6 +9,7 @@ from pallas_kernels.sparse_attention.api import attention, indexer_loss, select_
 
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0], [1, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3], [0] * 11], np.int32)
 ROWS, TOKENS = SEGMENTS.shape
+GIVEN_SEGMENTS = jnp.asarray(SEGMENTS)
 # 11 tokens in blocks of at most 4: three blocks, the last with one position too many.
 IMPLEMENTATIONS = [
     {"implementation": "reference"},
@@ -72,7 +73,7 @@ def test_attention_and_its_gradients_are_those_of_each_document_alone(is_causal)
     with jax.enable_x64(True):
         for how in IMPLEMENTATIONS:
             found, gradients = value_and_gradients(
-                lambda *arrays, how=how: attention(*arrays, SEGMENTS, scale=SCALE, is_causal=is_causal, **how),
+                lambda *arrays, how=how: attention(*arrays, GIVEN_SEGMENTS, scale=SCALE, is_causal=is_causal, **how),
                 (query, key, value),
                 cotangent,
             )
@@ -85,7 +86,9 @@ def test_attention_and_its_gradients_are_those_of_each_document_alone(is_causal)
 def test_huge_scores_and_padding_give_finite_gradients_in_float32():
     query, key, value, cotangent = (1e3 * x.astype(np.float32) for x in normals(1, *((ROWS, TOKENS, 2, 4),) * 4))
     found, gradients = value_and_gradients(
-        lambda *arrays: attention(*arrays, SEGMENTS, scale=1e6, query_chunk_tokens=4), (query, key, value), cotangent
+        lambda *arrays: attention(*arrays, GIVEN_SEGMENTS, scale=1e6, query_chunk_tokens=4),
+        (query, key, value),
+        cotangent,
     )
     assert all(np.isfinite(x).all() for x in (found, *gradients))
     for gradient in gradients:
@@ -93,19 +96,19 @@ def test_huge_scores_and_padding_give_finite_gradients_in_float32():
 
 
 def test_bfloat16_attention_sums_in_float32():
-    arrays = [x.astype(jnp.bfloat16) for x in normals(2, *((1, 600, 1, 8),) * 3)]
-    segments = np.ones((1, 600), np.int32)
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in normals(2, *((1, 600, 1, 8),) * 3)]
+    segments = jnp.ones((1, 600), jnp.int32)
     found = attention(*arrays, segments, scale=0.1, query_chunk_tokens=128)
-    exact = attention(*(x.astype(np.float32) for x in arrays), segments, scale=0.1, implementation="reference")
+    exact = attention(*(x.astype(jnp.float32) for x in arrays), segments, scale=0.1, implementation="reference")
     assert found.dtype == jnp.bfloat16
     # Half a unit in the last place of bfloat16: only the result was rounded.
     np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-8, atol=1e-6)
 
 
 def test_attention_refuses_heads_that_cannot_be_grouped():
-    query, key = normals(3, (1, 2, 3, 4), (1, 2, 2, 4))
+    query, key = map(jnp.asarray, normals(3, (1, 2, 3, 4), (1, 2, 2, 4)))
     with pytest.raises(ValueError, match="3 query heads cannot share 2 key heads"):
-        attention(query, key, key, np.ones((1, 2), np.int32), scale=1.0)
+        attention(query, key, key, jnp.ones((1, 2), jnp.int32), scale=1.0)
 
 
 def index_arrays(seed: int) -> list[np.ndarray]:
@@ -129,7 +132,7 @@ def test_selected_keys_are_the_best_of_the_own_document_and_the_earlier_of_equal
             best = sorted(visible(b, t), key=lambda s, b=b, t=t: (-scores[b, t, s], s))[:top_k]
             expected[b, t, : len(best)] = best
     for how in IMPLEMENTATIONS:
-        found = jax.jit(lambda *arrays, how=how: select_keys(*arrays, SEGMENTS, top_k=top_k, **how))(
+        found = jax.jit(lambda *arrays, how=how: select_keys(*arrays, GIVEN_SEGMENTS, top_k=top_k, **how))(
             *(x.astype(np.float32) for x in arrays)
         )
         assert found.dtype == jnp.int32
@@ -167,7 +170,7 @@ def test_selected_attention_and_its_gradients_follow_the_closed_form():
         for how in IMPLEMENTATIONS:
             found, gradients = value_and_gradients(
                 lambda query, latent, how=how: selected_attention(
-                    query, latent, indices, scale=SCALE, value_width=value_width, **how
+                    query, latent, jnp.asarray(indices), scale=SCALE, value_width=value_width, **how
                 ),
                 (query, latent),
                 cotangent,
@@ -181,6 +184,7 @@ def test_indexer_loss_and_its_gradients_follow_the_closed_form(is_sparse):
     index_query, index_key, head_weight = index_arrays(7)
     query, key, cotangent = normals(8, (ROWS, TOKENS, 4, 6), (ROWS, TOKENS, 1 if is_sparse else 2, 6), (ROWS, TOKENS))
     indices = random_selection(9, 3) if is_sparse else None
+    given_indices = jnp.asarray(indices) if is_sparse else None
     scores = index_scores(index_query, index_key, head_weight)
     loss = np.zeros((ROWS, TOKENS))
     dindex_query, dindex_key, dhead_weight = (np.zeros_like(x) for x in (index_query, index_key, head_weight))
@@ -206,7 +210,7 @@ def test_indexer_loss_and_its_gradients_follow_the_closed_form(is_sparse):
     with jax.enable_x64(True):
         for how in IMPLEMENTATIONS:
             found, gradients = value_and_gradients(
-                lambda *arrays, how=how: indexer_loss(*arrays, SEGMENTS, indices, scale=SCALE, **how),
+                lambda *arrays, how=how: indexer_loss(*arrays, GIVEN_SEGMENTS, given_indices, scale=SCALE, **how),
                 (index_query, index_key, head_weight, query, key),
                 cotangent,
             )
@@ -217,17 +221,16 @@ def test_indexer_loss_and_its_gradients_follow_the_closed_form(is_sparse):
 
 
 def test_indexer_loss_refuses_selected_keys_of_many_heads():
-    index_query, index_key, head_weight = index_arrays(10)
-    (key,) = normals(11, (ROWS, TOKENS, 2, 6))
+    *index, key = map(jnp.asarray, (*index_arrays(10), *normals(11, (ROWS, TOKENS, 2, 6))))
     with pytest.raises(ValueError, match="got 2 key heads"):
-        indexer_loss(index_query, index_key, head_weight, key, key, SEGMENTS, random_selection(9, 3), scale=1.0)
+        indexer_loss(*index, key, key, GIVEN_SEGMENTS, jnp.asarray(random_selection(9, 3)), scale=1.0)
 
 
 def test_scores_of_all_queries_never_exist_at_one_time():
     tokens, chunk = 96, 8
     index = normals(12, (1, tokens, 2, 3), (1, tokens, 3), (1, tokens, 2))
     query, latent = normals(13, (1, tokens, 2, 5), (1, tokens, 5))
-    segments, key, how = np.ones((1, tokens), np.int32), latent[:, :, None], {"query_chunk_tokens": chunk}
+    segments, key, how = jnp.ones((1, tokens), jnp.int32), latent[:, :, None], {"query_chunk_tokens": chunk}
     arrays = jax.tree.map(lambda x: x.astype(np.float32), (index, query, key))
 
     def everything(index, query, key):
