@@ -139,7 +139,10 @@ def show_plan(config: RunConfig) -> int:
         from mmjax.training import dry_run
 
         _allow_float64(config)
-        table = Table("each device holds", "", title=f"plan for {config.mesh.num_devices} devices")
+        title = f"plan for {config.mesh.num_devices} devices"
+        if faults:
+            title += ", with nothing split yet over " + " and ".join(fault.path for fault in faults)
+        table = Table("each device holds", "", title=title)
         for label, value in dry_run.report(config):
             table.add_row(escape(label), escape(value))
         Console().print(table)
