@@ -18,7 +18,7 @@ def run() -> RunConfig:
     """Scikit-learn's digits in 2x2 grids: read, largest, smallest, sum, corner, how many even.
 
     python -m mmjax.train --experiment digits_cpu
-    Expect: about 3 minutes on 2 cores, held-out exact match of at least 0.60.
+    Expect: about 3 minutes on 2 cores; held-out exact match 0.78 (seed 0), majority guess 0.26.
     """
     return RunConfig(
         run_dir="runs/digits_cpu",
@@ -43,7 +43,7 @@ def run() -> RunConfig:
         data=DataConfig(
             rows=16, row_tokens=192, row_patches=192, image_max_patches=16, packing_window=256, eval_samples=512
         ),
-        optimizer=OptimizerConfig(name="muon", learning_rate=5e-3, warmup_steps=30),
+        optimizer=OptimizerConfig(name="muon", learning_rate=8e-3, warmup_steps=30),
         checkpoint=CheckpointConfig(every_steps=50),
         training=TrainingConfig(steps=200, eval_every_steps=100),
     )

@@ -1,0 +1,306 @@
+"""`python -m mmjax.plan`: what a run would cost on every mesh of a cluster, before it takes a GPU."""
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import json
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mmjax.config import (
+    ConfigurationFaults,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    describe_mesh,
+    to_yaml,
+)
+from mmjax.errors import ConfigurationError, MmjaxError
+from mmjax.planner.adapters import Tuning
+from mmjax.planner.hardware import Cluster
+from mmjax.planner.machine import discover
+from mmjax.planner.readings import fit_link, load, with_inside_link
+from mmjax.planner.search import Plan, SearchResult, check_without_mesh, remedies, search
+from mmjax.planner.step_time import Rates
+from mmjax.planner.topology import machine_cluster, read_cluster
+from mmjax.planner.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Search all meshes of a cluster for the fastest that fits. Loads no JAX and needs no GPU.
+
+    python -m mmjax.plan --model kimi_k31 --cluster 16x8xh200 --seq 8192 --lora --experts-at-rest mxfp4
+
+    `python -m mmjax.plan measure` times exchanges between the devices of this machine instead: see its own --help.
+    """
+
+    model: Annotated[str, tyro.conf.arg(metavar="NAME")] = "kimi_k31"
+    """A function of mmjax/presets."""
+    cluster: Annotated[str, tyro.conf.arg(metavar="CLUSTER")] = "here"
+    """16x8xh200 (nodes x GPUs of a node x GPU), a .yaml file, or `here`: the GPUs of this machine."""
+    seq: int = 8192
+    """Positions of a row."""
+    rows: int = 0
+    """Rows of a step over all devices; 0 takes one for each GPU."""
+    row_patches: int = 0
+    """Image patches of a row; 0 plans for text alone."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lora: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Train float32 adapters; everything else is frozen, in bfloat16. Without it everything is trained, in float32."""
+    rank: int = 16
+    expert_rank: int = 0
+    """Rank of the adapters of each routed expert; 0 puts none there."""
+    experts_at_rest: Literal["parameter_dtype", "mxfp4"] = "parameter_dtype"
+    """How frozen experts are held."""
+    readings: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """Take the link inside a node from a file that `measure` wrote."""
+    overlap: float = 0.0
+    """Share of the computing time under which gathers of weights hide."""
+    all_axes: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Also try mesh axes that training does not support yet."""
+    top: int = 8
+    """Plans to print."""
+    output: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = ""
+    """Write plan.yaml (for `python -m mmjax.train --config`), plans.json and plans.png there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureCommand:
+    """Time exchanges between the devices of this machine through JAX, fit their link, and write the readings."""
+
+    output: Annotated[str, tyro.conf.arg(metavar="FILE")] = "readings.json"
+    smallest_bytes: int = 1 << 12
+    largest_bytes: int = 1 << 28
+    repeats: int = 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code: 1 when nothing fits."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        if arguments[:1] == ["measure"]:
+            return measure(tyro.cli(MeasureCommand, args=arguments[1:], prog="python -m mmjax.plan measure"))
+        return run(tyro.cli(Command, args=arguments, prog="python -m mmjax.plan"))
+    except MmjaxError as error:
+        lines = {"found": error.found, "expected": error.expected, "to do": error.remedy}
+        text = [f"error: {error.where}", *(f"  {name:9} {line}" for name, line in lines.items())]
+        print(*text, sep="\n", file=sys.stderr)
+        return error.exit_code
+
+
+def run(command: Command) -> int:
+    """Search, print, and write what was asked for."""
+    preset = find_preset(command.model)
+    if command.cluster == "here":
+        machine = discover()
+        for fault in machine.faults():
+            print(f"warning: {fault}")
+        cluster = machine_cluster(machine)
+    else:
+        cluster = read_cluster(command.cluster)
+    if command.readings:
+        fit = fit_link(load(Path(command.readings)).exchanges)
+        print(f"link inside a node: {fit.describe()}")
+        cluster = with_inside_link(cluster, fit)
+    config, tuning = describe_run(command, preset(), cluster)
+    result = search(config, cluster, tuning=tuning, rates=Rates(overlap=command.overlap), all_axes=command.all_axes)
+    console = Console()
+    console.print(
+        f"{command.model} on {cluster.name}: {config.data.rows} rows of {config.data.row_tokens:,} tokens a step; "
+        f"{result.num_meshes} meshes, {len(result.plans)} plans fit {format_bytes(cluster.usable_bytes)} a device"
+    )
+    if not result.plans:
+        print_no_fit(console, config, cluster, tuning, result, command.all_axes)
+        return 1
+    print_plans(console, result, command.top)
+    print_rejections(console, result)
+    if command.output:
+        write_files(Path(command.output), result, tuning)
+    return 0
+
+
+def measure(command: MeasureCommand) -> int:
+    """Write readings of sizes that grow fourfold, and print the link that fits them."""
+    import jax
+
+    from mmjax.parallel.link_readings import read_links
+
+    if not 0 < command.smallest_bytes < command.largest_bytes or command.repeats < 1 or jax.local_device_count() < 2:
+        raise ConfigurationError(
+            "measure",
+            found=f"{command.smallest_bytes} to {command.largest_bytes} bytes, {command.repeats} repeats,"
+            f" {jax.local_device_count()} devices",
+            expected="at least two devices, two sizes of which the first is smaller, and one repeat",
+            remedy="mend the sizes, or run it where there are several devices",
+        )
+    sizes = [command.smallest_bytes]
+    while sizes[-1] * 4 <= command.largest_bytes:
+        sizes.append(sizes[-1] * 4)
+    readings = read_links(sizes, command.repeats)
+    readings.save(Path(command.output))
+    print(f"{readings.hardware}: {fit_link(readings.exchanges).describe()}")
+    print(f"readings written to {command.output}")
+    return 0
+
+
+def describe_run(command: Command, model: ModelConfig, cluster: Cluster) -> tuple[RunConfig, Tuning]:
+    """Settings of the run to plan for, its mesh left open.
+
+    Raises:
+      ConfigurationFaults: settings that no mesh mends.
+    """
+    data = DataConfig(
+        source="conversations.jsonl",
+        tokenizer="tokenizer.json",
+        rows=command.rows or cluster.num_devices,
+        row_tokens=command.seq,
+        row_patches=command.row_patches or 4,
+        image_max_patches=min(command.row_patches or 4, 16_384),
+    )
+    if not command.row_patches:
+        model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, num_layers=0))
+    config = RunConfig(model=model, data=data, optimizer=OptimizerConfig(name=command.optimizer))
+    if faults := check_without_mesh(config):
+        raise ConfigurationFaults("settings", faults)
+    if command.lora:
+        config = dataclasses.replace(config, model=dataclasses.replace(model, parameter_dtype="bfloat16"))
+    tuning = Tuning(
+        kind="lora" if command.lora else "full",
+        rank=command.rank,
+        expert_rank=command.expert_rank,
+        experts_at_rest=command.experts_at_rest,
+    )
+    return config, tuning
+
+
+def find_preset(name: str) -> Callable[[], ModelConfig]:
+    """The preset of that name, from any file of mmjax/presets."""
+    import mmjax.presets
+
+    presets: dict[str, Callable[[], ModelConfig]] = {}
+    for module in pkgutil.iter_modules(mmjax.presets.__path__):
+        members = inspect.getmembers(importlib.import_module(f"mmjax.presets.{module.name}"), inspect.isfunction)
+        presets |= {name: value for name, value in members if value.__annotations__.get("return") is ModelConfig}
+    if name in presets:
+        return presets[name]
+    nearest = difflib.get_close_matches(name, presets, n=1)
+    raise ConfigurationError(
+        "--model",
+        found=repr(name),
+        expected=f"one of {', '.join(sorted(presets))}",
+        remedy=f"did you mean {nearest[0]!r}?" if nearest else "choose one, or add a function to mmjax/presets",
+    )
+
+
+def print_plans(console: Console, result: SearchResult, top: int) -> None:
+    """The fastest plans with the reason why each loses, and where the time and memory of the best go."""
+    table = Table("mesh", "micro-batches", "remat", "step", "tokens/s/GPU", "MFU", "memory", "why not", title="plans")
+    for plan in result.plans[:top]:
+        training, model = plan.config.training, plan.config.model
+        table.add_row(
+            escape(describe_mesh(plan.config.mesh)),
+            str(training.accumulation),
+            model.remat,
+            format_seconds(plan.time.total),
+            f"{plan.tokens_per_second:,.0f}",
+            f"{plan.utilisation:.1%}",
+            format_bytes(plan.memory.total),
+            result.reasons_against(plan),
+        )
+    console.print(table)
+    best = result.plans[0]
+    shares = Table("time of the best", "", "", title="predicted, not measured")
+    for term, seconds in sorted(best.time.terms.items(), key=lambda item: -item[1]):
+        if seconds:
+            shares.add_row(term.replace("_", " "), format_seconds(seconds), f"{seconds / best.time.total:.1%}")
+    shares.add_section()
+    for part, value in sorted(dataclasses.asdict(best.memory).items(), key=lambda item: -item[1]):
+        shares.add_row(part.replace("_", " "), format_bytes(value), f"{value / best.memory.total:.1%}")
+    console.print(shares)
+
+
+def print_rejections(console: Console, result: SearchResult) -> None:
+    """How many ways are out, by kind of reason, with an example of each."""
+    kinds: dict[str, list[str]] = {}
+    for rejection in result.rejections:
+        kind = "too much memory" if rejection.reason.startswith("needs ") else rejection.reason.split(" ", 1)[0]
+        kinds.setdefault(kind, []).append(f"{rejection.name}: {rejection.reason}")
+    table = Table("rejected because of", "ways", "for example", title="rejected")
+    for kind, examples in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        table.add_row(escape(kind.rstrip(":")), str(len(examples)), escape(examples[0]))
+    console.print(table)
+
+
+def print_no_fit(
+    console: Console, config: RunConfig, cluster: Cluster, tuning: Tuning, result: SearchResult, all_axes: bool
+) -> None:
+    """Say that nothing fits, how near the nearest is, and what would make it fit."""
+    if result.tightest:
+        console.print(f"[bold]nothing fits.[/bold] Nearest: {escape(result.tightest.name)} {result.tightest.reason}")
+    else:
+        console.print("[bold]no mesh is legal.[/bold]")
+        print_rejections(console, result)
+    found = remedies(config, cluster, tuning=tuning, all_axes=all_axes)
+    console.print("what would make it fit:" if found else "none of the remedies that were tried makes it fit")
+    for remedy in found:
+        console.print(f"  - {escape(remedy)}")
+
+
+def write_files(folder: Path, result: SearchResult, tuning: Tuning) -> None:
+    """plans.json and plans.png; plan.yaml of the best, unless it trains adapters, which training cannot yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plans.json").write_text(json.dumps([_as_json(plan, result) for plan in result.plans], indent=1) + "\n")
+    draw(result, folder / "plans.png")
+    if tuning.kind == "full":
+        (folder / "plan.yaml").write_text(to_yaml(result.plans[0].config))
+        print(f"settings of the best: python -m mmjax.train --config {folder / 'plan.yaml'}")
+    else:
+        print("no plan.yaml: training has no settings for adapters yet")
+
+
+def draw(result: SearchResult, path: Path) -> None:
+    """Time against memory of every plan, the front of the best joined."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    plot = figure.subplots()
+    gibi = 1024**3
+    for remat, marker in (("layer", "o"), ("none", "x")):
+        chosen = [plan for plan in result.plans if plan.config.model.remat == remat]
+        times, sizes = [plan.time.total for plan in chosen], [plan.memory.total / gibi for plan in chosen]
+        if chosen:
+            plot.scatter(sizes, times, marker=marker, s=18, label=f"remat {remat}")
+    front = result.front()
+    plot.plot([plan.memory.total / gibi for plan in front], [plan.time.total for plan in front], "k-", linewidth=0.8)
+    plot.set(xlabel="memory of a device, GiB", ylabel="step, s", yscale="log", title="plans that fit (predicted)")
+    plot.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _as_json(plan: Plan, result: SearchResult) -> dict[str, object]:
+    return {
+        "mesh": plan.config.mesh.sizes,
+        "accumulation": plan.config.training.accumulation,
+        "remat": plan.config.model.remat,
+        "seconds": plan.time.terms,
+        "bytes": dataclasses.asdict(plan.memory),
+        "tokens_per_second_per_device": plan.tokens_per_second,
+        "mfu": plan.utilisation,
+        "reason": result.reasons_against(plan),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""Bytes that each device of a mesh holds during a step: at rest exactly, in flight by estimate."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmjax.config import RunConfig, layer_kinds
+from mmjax.planner.adapters import FULL, Tuning, trained_arrays
+from mmjax.planner.parameters import ITEM_BYTES, ParameterArray, Shard, shards, wide
+
+_INT32 = 4
+# Values, gradients and temporaries for each intermediate value of a layer: set by two compiled programs (CPU, five
+# layers of width 256, 4 devices), whose peaks the whole estimate then meets within 5 %.
+_COPIES = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBytes:
+    """Bytes on the fullest device, by what they are for."""
+
+    parameters: float
+    """At rest, correction biases included."""
+    optimizer: float
+    """Moments; a few counters are left out."""
+    batch: float
+    """This device's rows of a whole step."""
+    gradients: float
+    """As they are summed over micro-batches, in at least float32."""
+    micro_batch_gradients: float
+    """Of the micro-batch at work, before they are added to the sum."""
+    saved_activations: float
+    """What the backward pass of one micro-batch finds: inputs and decisions of layers, or all intermediate values."""
+    gathered_weights: float
+    """The largest set of weights gathered at one time, and their gradients where they are trained."""
+    working_set: float
+    """Intermediate values of the layer (or the chunk of the loss) at work, exchange buffers left out."""
+    exchange_buffers: float
+    """Rows on their way to experts and back, in one layer."""
+
+    @property
+    def arguments(self) -> float:
+        """What a step is given: state and batch."""
+        return self.parameters + self.optimizer + self.batch
+
+    @property
+    def total(self) -> float:
+        """Peak of a step, as if all of it were held at one time."""
+        return (
+            self.arguments
+            + self.gradients
+            + self.micro_batch_gradients
+            + self.saved_activations
+            + self.gathered_weights
+            + self.working_set
+            + self.exchange_buffers
+        )
+
+
+def device_bytes(config: RunConfig, tuning: Tuning = FULL) -> DeviceBytes:
+    """Bytes of a step of `config` on its mesh."""
+    return bytes_of_shards(config, shards(trained_arrays(config.model, tuning), config.mesh))
+
+
+def bytes_of_shards(config: RunConfig, held: Sequence[Shard]) -> DeviceBytes:
+    """Bytes of a step of `config`, whose model's arrays rest as `held` on its mesh.
+
+    At rest: entries of the shard * bytes an entry (MXFP4: 17/32), summed over arrays. Gradients: trained entries * at
+    least 4. AdamW: 2 moments; Muon: 1 for matrices, 2 for the rest.
+
+    In flight: see each function below. These are estimates of what one micro-batch needs at its worst moment; XLA may
+    need less by reusing buffers early, or more by its own temporaries.
+    """
+    flight = InFlight(config)
+    trained = [(shard.array, shard.rest_entries) for shard in held if shard.array.is_trained]
+    return DeviceBytes(
+        parameters=sum(shard.rest_bytes for shard in held),
+        optimizer=sum(
+            num_moments(array, config.optimizer.name) * entries * ITEM_BYTES[array.dtype] for array, entries in trained
+        ),
+        batch=config.data.rows / config.mesh.num_row_shards * row_bytes(config),
+        gradients=sum(entries * ITEM_BYTES[wide(array.dtype)] for array, entries in trained),
+        micro_batch_gradients=sum(entries * ITEM_BYTES[array.dtype] for array, entries in trained),
+        saved_activations=flight.saved_activations() + kept_weight_bytes(config, held),
+        gathered_weights=gathered_weight_bytes(config, held),
+        working_set=flight.largest_working_set(),
+        exchange_buffers=flight.exchange_buffers(),
+    )
+
+
+def num_moments(array: ParameterArray, optimizer: str) -> int:
+    """How many numbers the optimizer keeps for each entry."""
+    return 1 if optimizer == "muon" and array.is_matrix else 2
+
+
+def row_bytes(config: RunConfig) -> float:
+    """Bytes of one row of a batch on a device: positions are split over context, patches are not.
+
+    Position: tokens, targets, loss weight, segment, position, feature, 4 bytes each. Patch: float32 pixels, segment,
+    3 of position, 3 of grid. Feature: 4.
+    """
+    vision = config.model.vision
+    patch = 4 * (vision.channels * vision.patch_pixels**2 + 1 + 3 + 3) + 4 / 4
+    return 24 * config.data.row_tokens / config.mesh.context + patch * config.data.row_patches
+
+
+# Which kind of layer the arrays of a part belong to.
+_LAYER_OF = {
+    "linear attention": "linear",
+    "full attention": "full",
+    "indexer": "full",
+    "router": "moe",
+    "latent projections": "moe",
+    "routed experts": "moe",
+    "shared experts": "moe",
+    "dense MLP": "dense",
+    "norms and mixes": "all",
+    "vision": "vision",
+    "projector": "vision",
+}
+
+
+def gathered_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
+    """Bytes of the layer (or table) whose gathered weights are the largest, in the compute dtype, and their gradients.
+
+    Gradients are there where trained, in the dtype at rest. The embedding table is gathered in at least float32. Packed
+    experts are unpacked as they are gathered.
+    """
+    model = config.model
+    compute = ITEM_BYTES[model.compute_dtype]
+    layers: dict[str, float] = dict.fromkeys(("vision", "linear", "full", "moe", "dense", "all"), 0.0)
+    largest_table = 0.0
+    for shard in held:
+        array = shard.array
+        is_embedding = array.name == "embedding"
+        item = ITEM_BYTES[wide(model.compute_dtype)] if is_embedding else compute
+        item += ITEM_BYTES[array.dtype] if array.is_trained else 0
+        used = shard.used_entries / shard.num_layers * item
+        if array.part == "tables":
+            largest_table = max(largest_table, used)
+        elif array.part != "adapters":
+            layers[_LAYER_OF[array.part]] += used
+    decoder = [layers[mixer] + layers[mlp] + layers["all"] for mixer, mlp in set(layer_kinds(model))]
+    return max([largest_table, layers["vision"], *decoder])
+
+
+def kept_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
+    """Without remat the backward pass finds every decoder layer's weights as they were gathered; else 0."""
+    if config.model.remat == "layer":
+        return 0.0
+    item = ITEM_BYTES[config.model.compute_dtype]
+    return sum(shard.used_entries * item for shard in held if shard.array.in_decoder_layer and shard.gather_factor > 1)
+
+
+class InFlight:
+    """Bytes of one micro-batch on one device while a step runs.
+
+    t = rows of the micro-batch on the device * positions of a row on the device; c = bytes of the compute dtype;
+    w = at least 4; heads, hidden widths and the vocabulary are divided by the tensor axis.
+    """
+
+    def __init__(self, config: RunConfig):
+        mesh, model = config.mesh, config.model
+        self.config, self.model, self.mesh = config, model, mesh
+        self.rows = config.data.rows / (mesh.num_row_shards * config.training.accumulation)
+        self.row_tokens = config.data.row_tokens / mesh.context
+        self.tokens = self.rows * self.row_tokens
+        self.patches = self.rows * config.data.row_patches if model.vision.is_present else 0.0
+        self.compute = ITEM_BYTES[model.compute_dtype]
+        self.wide = ITEM_BYTES[wide(model.compute_dtype)]
+        self.kinds = layer_kinds(model)
+        self.stage_layers = -(-len(self.kinds) // mesh.pipe)
+
+    def saved_activations(self) -> float:
+        """With remat: t D c a layer, the same for each residual block, expert choices, and selected keys (all int32).
+
+        Without: the working set of every layer. The tower always keeps its layers' inputs only. A pipeline keeps this
+        for as many micro-batches as it has stages.
+        """
+        model, width = self.model, self.model.width
+        share = self.stage_layers / len(self.kinds)
+        num_blocks = -(-model.num_layers // model.residual_block_layers) if model.residual == "attention" else 0
+        streams = (model.num_layers * share + num_blocks + 2) * self.tokens * width * self.compute
+        decisions = 0.0
+        for mixer, mlp in self.kinds:
+            if mlp == "moe":
+                decisions += self.tokens * (model.moe.experts_per_token * _INT32 + self.wide)
+            if mixer == "full" and self._selects():
+                decisions += self.tokens * model.full_attention.indexer.top_k * _INT32
+        layers = streams + decisions * share
+        if model.remat == "none":
+            layers += share * sum(self.layer_working_set(mixer, mlp) for mixer, mlp in self.kinds)
+        tower = model.vision.num_layers * self.patches * model.vision.width * self.compute
+        features = self.patches / 4 * (2 * model.vision.merged_width + width) * self.compute
+        return layers * self.mesh.pipe + tower + features
+
+    def largest_working_set(self) -> float:
+        """The most that one layer, one chunk of the loss or one layer of the tower needs, with its gradients."""
+        layers = [self.layer_working_set(mixer, mlp) for mixer, mlp in set(self.kinds)]
+        return max([*layers, self.loss_working_set(), self.tower_working_set()])
+
+    def layer_working_set(self, mixer: str, mlp: str) -> float:
+        """Intermediate values of one decoder layer, kept for its own backward pass, with their copies and gradients."""
+        values = self._linear_attention() if mixer == "linear" else self._full_attention()
+        values += self._experts() if mlp == "moe" else self._mlp(self.model.moe.dense_width)
+        residual = 4 * self.tokens * self.model.width * self.compute
+        return _COPIES * (values + residual)
+
+    def exchange_buffers(self) -> float:
+        """Rows sent and returned, 4 times a buffer: n * capacity rows of the experts' input width.
+
+        capacity = ceil(capacity_factor * t * A / n); nothing is exchanged on an expert axis of size 1.
+        """
+        if self.mesh.expert == 1 or not any(mlp == "moe" for _, mlp in self.kinds):
+            return 0.0
+        return 4 * self.exchanged_rows() * (self.model.moe.latent_width or self.model.width) * self.compute
+
+    def exchanged_rows(self) -> float:
+        """Rows of the buffer that a device sends in one exchange, filled or not."""
+        moe, devices = self.model.moe, self.mesh.expert
+        choices = self.tokens * moe.experts_per_token
+        if devices == 1:
+            return choices
+        return devices * min(choices, math.ceil(moe.capacity_factor * choices / devices))
+
+    def loss_working_set(self) -> float:
+        """Logits of one chunk and their gradient: 2 chunk W w; and the hidden values' gradient t D w."""
+        chunk = min(self.model.loss_chunk_tokens, self.tokens)
+        vocabulary = self.model.vocabulary_size / self.mesh.tensor
+        return 2 * chunk * vocabulary * self.wide + self.tokens * self.model.width * self.wide
+
+    def tower_working_set(self) -> float:
+        """One layer of the tower: q, k, v and their turned forms, scores of a chunk of queries, the MLP; twice."""
+        vision = self.model.vision
+        heads = vision.num_heads * vision.head_width
+        values = self.patches * (5 * heads * self.wide + 2 * vision.hidden_width * self.compute)
+        scores = self.rows * vision.num_heads * min(512, self.config.data.row_patches) * self.config.data.row_patches
+        return 2 * (values + scores * self.wide) if self.patches else 0.0
+
+    def _selects(self) -> bool:
+        indexer = self.model.full_attention.indexer
+        return indexer.stage == "sparse" and self.config.data.row_tokens > indexer.top_k
+
+    def _linear_attention(self) -> float:
+        """Per token and head: q, k, v before and after their convolution, decay, gate, mix; 3 C of a chunk's matrices;
+        and K V / C of the chunk's state, all but the projections in at least float32."""
+        linear = self.model.linear_attention
+        heads = linear.num_heads / self.mesh.tensor
+        qkv = 2 * linear.key_width + linear.value_width
+        projected = (qkv + linear.key_width + linear.value_width) * self.compute
+        mixed = (qkv + linear.key_width + 2 * linear.value_width) * self.wide
+        chunk = (3 * linear.chunk_tokens + linear.key_width * linear.value_width / linear.chunk_tokens) * self.wide
+        return self.tokens * heads * (projected + mixed + chunk)
+
+    def _full_attention(self) -> float:
+        """Per token: latents, and for each head q, k, v, gate, mix; scores of one chunk of queries; of selected keys, a
+        chunk's gathered latents."""
+        full = self.model.full_attention
+        heads = full.num_heads / self.mesh.tensor
+        latents = full.query_rank + 2 * (full.latent_width + full.shared_key_width)
+        if self._selects():
+            per_head = full.key_width + 2 * (full.latent_width + full.shared_key_width) + 2 * full.value_width
+            keys: float = full.indexer.top_k
+            gathered = keys * (full.latent_width + full.shared_key_width) * self.compute
+        else:
+            per_head, keys, gathered = 2 * full.key_width + 3 * full.value_width, self.config.data.row_tokens, 0.0
+        chunk = self.rows * min(full.query_chunk_tokens, self.row_tokens)
+        indexer = full.indexer
+        index_scores = 0.0
+        if indexer.stage != "none":
+            index_scores = indexer.num_heads * self.config.data.row_tokens * self.wide
+        return self.tokens * (latents + heads * per_head) * self.compute + chunk * (
+            2 * heads * keys * self.wide + gathered + index_scores
+        )
+
+    def _experts(self) -> float:
+        """Router scores; copies and outputs of t A rows; 3 hidden values a row; the shared MLP."""
+        moe, model = self.model.moe, self.model
+        width = moe.latent_width or model.width
+        choices = self.tokens * moe.experts_per_token
+        computed = self.exchanged_rows()
+        routed = 2 * choices * width * self.compute + 3 * computed * moe.expert_width / self.mesh.tensor * self.compute
+        router = 2 * self.tokens * moe.num_experts * self.wide
+        return router + routed + self._mlp(moe.num_shared_experts * moe.expert_width)
+
+    def _mlp(self, hidden_width: int) -> float:
+        return 3 * self.tokens * hidden_width / self.mesh.tensor * self.compute

@@ -1,0 +1,279 @@
+"""Every array of a model, from its settings alone: shape, how it rests split, dtype, how often it occurs."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from mmjax.config import MeshConfig, ModelConfig, layer_kinds
+from mmjax.config.faults import SPLIT_OVER
+
+Part = Literal[
+    "tables",
+    "norms and mixes",
+    "linear attention",
+    "full attention",
+    "indexer",
+    "router",
+    "latent projections",
+    "routed experts",
+    "shared experts",
+    "dense MLP",
+    "vision",
+    "projector",
+    "adapters",
+]
+
+ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+# Arrays with several axes that Muon leaves to AdamW: tables and elementwise factors.
+_NO_MATRICES = (
+    "embedding",
+    "head",
+    "position_table",
+    "decay_bias",
+    "query_convolution",
+    "key_convolution",
+    "value_convolution",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterArray:
+    """One array, or `count` equal ones in as many layers."""
+
+    path: str
+    """Words below the layer, e.g. `mixer.query` or `mlp.shared.gate`; whole for arrays outside of layers."""
+    part: Part
+    shape: tuple[int, ...]
+    array_axes: tuple[str | None, ...]
+    dtype: str
+    count: int = 1
+    in_decoder_layer: bool = False
+    """Decoder layers are what a pipeline cuts; everything else is on all of its stages."""
+    is_trained: bool = True
+    """False for what no gradient moves: correction biases, and all that adapters leave frozen."""
+    is_packed: bool = False
+    """Held as MXFP4: 4 bits an entry and 8 bits for each 32 entries."""
+
+    @property
+    def name(self) -> str:
+        return self.path.rsplit(".", 1)[-1]
+
+    @property
+    def size(self) -> int:
+        """Entries over all layers and devices."""
+        return self.count * math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether Muon orthogonalises it."""
+        return len(self.shape) > 1 and self.name not in _NO_MATRICES
+
+    @property
+    def num_input_axes(self) -> int:
+        """How many axes, after that of the experts, a product with this matrix sums over."""
+        return len(self.shape) - 1 if self.name == "output" else 1
+
+    def rest_bytes(self, entries: float) -> float:
+        """Bytes of so many entries as they rest."""
+        return entries * 17 / 32 if self.is_packed else entries * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What the fullest device of a mesh has of an array."""
+
+    array: ParameterArray
+    num_layers: int
+    """Of the layers that have it, how many the device has: decoder layers are dealt evenly to a pipeline's stages."""
+    rest_entries: int
+    """Held at rest, over all these layers."""
+    gather_factor: int
+    """How many times larger it is where it is used: whole over fsdp and expert, experts over fsdp only."""
+
+    @property
+    def rest_bytes(self) -> float:
+        return self.array.rest_bytes(self.rest_entries)
+
+    @property
+    def used_entries(self) -> int:
+        """Gathered, over all these layers."""
+        return self.rest_entries * self.gather_factor
+
+
+def shards(arrays: Iterable[ParameterArray], mesh: MeshConfig) -> list[Shard]:
+    """The shard of each array: its axes are split as the sharding table says."""
+    sizes = mesh.sizes
+    parts = {axis: math.prod(sizes[name] for name in names) for axis, names in SPLIT_OVER.items()}
+    gathered = {"model_weight": mesh.fsdp * mesh.expert, "rank_weight": mesh.fsdp * mesh.expert}
+    gathered["expert_hidden"] = mesh.fsdp
+    found = []
+    for array in arrays:
+        names = [axis for axis in array.array_axes if axis]
+        count = -(-array.count // mesh.pipe) if array.in_decoder_layer else array.count
+        entries = count * math.prod(array.shape) // math.prod(parts[axis] for axis in names)
+        factor = math.prod(gathered.get(axis, 1) for axis in names)
+        found.append(Shard(array=array, num_layers=count, rest_entries=entries, gather_factor=factor))
+    return found
+
+
+def wide(dtype: str) -> str:
+    """At least float32."""
+    return "float32" if dtype == "bfloat16" else dtype
+
+
+def parameter_arrays(model: ModelConfig) -> list[ParameterArray]:
+    """All arrays of `model`, correction biases of routers included (`is_trained` is False for those)."""
+    kinds = layer_kinds(model)
+    counts = {
+        "linear": sum(mixer == "linear" for mixer, _ in kinds),
+        "full": sum(mixer == "full" for mixer, _ in kinds),
+        "dense": sum(mlp == "dense" for _, mlp in kinds),
+        "moe": sum(mlp == "moe" for _, mlp in kinds),
+    }
+    dtype, width = model.parameter_dtype, model.width
+    arrays: list[ParameterArray] = []
+
+    def add(part: Part, path: str, shape: tuple[int, ...], array_axes: tuple[str | None, ...], **more) -> None:
+        arrays.append(
+            ParameterArray(path=path, part=part, shape=shape, array_axes=array_axes, **{"dtype": dtype, **more})
+        )
+
+    def add_layer(kind: str, part: Part, path: str, shape: tuple[int, ...], array_axes: tuple[str | None, ...], **more):
+        count = len(kinds) if kind == "all" else counts[kind]
+        if count:
+            add(part, path, shape, array_axes, count=count, in_decoder_layer=True, **more)
+
+    add("tables", "decoder.embedding", (model.vocabulary_size, width), ("vocabulary", "model_weight"))
+    add("tables", "decoder.head", (width, model.vocabulary_size), ("model_weight", "vocabulary"))
+    add("norms and mixes", "decoder.norm", (width,), (None,))
+    layer_vectors = ["input_norm", "mlp_norm"]
+    if model.residual == "attention":
+        layer_vectors += [f"{mix}_residual.{name}" for mix in ("mixer", "mlp") for name in ("norm", "query")]
+        for name in ("norm", "query"):
+            add("norms and mixes", f"decoder.output_residual.{name}", (width,), (None,))
+    for path in layer_vectors:
+        add_layer("all", "norms and mixes", path, (width,), (None,))
+    for path, shape, array_axes, is_wide in _linear_attention(model):
+        more = {"dtype": wide(dtype)} if is_wide else {}
+        add_layer("linear", "linear attention", f"mixer.{path}", shape, array_axes, **more)
+    for path, shape, array_axes in _full_attention(model):
+        part: Part = "indexer" if path.startswith("indexer.") else "full attention"
+        add_layer("full", part, f"mixer.{path}", shape, array_axes)
+    for path, shape, array_axes in _mlp(width, model.moe.dense_width):
+        add_layer("dense", "dense MLP", f"mlp.{path}", shape, array_axes)
+    moe = model.moe
+    router_dtype = wide(dtype)
+    router_shape = (width, moe.num_experts)
+    add_layer("moe", "router", "mlp.router", router_shape, ("model_weight", None), dtype=router_dtype)
+    add_layer("moe", "router", "mlp.bias", (moe.num_experts,), (None,), dtype=router_dtype, is_trained=False)
+    expert_input = moe.latent_width or width
+    if moe.latent_width:
+        add_layer("moe", "latent projections", "mlp.latent_down", (width, expert_input), ("model_weight", None))
+        add_layer("moe", "latent projections", "mlp.latent_up", (expert_input, width), (None, "model_weight"))
+        if moe.latent_norm:
+            add_layer("moe", "norms and mixes", "mlp.latent_norm", (expert_input,), (None,))
+    into = (moe.num_experts, expert_input, moe.expert_width)
+    for path in ("gate", "up"):
+        add_layer("moe", "routed experts", f"mlp.{path}", into, ("experts", None, "expert_hidden"))
+    out = (moe.num_experts, moe.expert_width, expert_input)
+    add_layer("moe", "routed experts", "mlp.down", out, ("experts", "expert_hidden", None))
+    if moe.num_shared_experts:
+        for path, shape, array_axes in _mlp(width, moe.num_shared_experts * moe.expert_width):
+            add_layer("moe", "shared experts", f"mlp.shared.{path}", shape, array_axes)
+    if model.vision.is_present:
+        arrays += _vision(model)
+    return arrays
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Parameters as releases count them, correction biases included."""
+    return sum(array.size for array in parameter_arrays(model))
+
+
+def num_active_parameters(model: ModelConfig) -> int:
+    """What a text token is multiplied with: no expert that it does not visit, no embedding table, no vision."""
+    moe = model.moe
+    return sum(
+        array.size * moe.experts_per_token // moe.num_experts if array.part == "routed experts" else array.size
+        for array in parameter_arrays(model)
+        if array.part not in ("vision", "projector") and array.name != "embedding" and array.is_trained
+    )
+
+
+def _linear_attention(
+    model: ModelConfig,
+) -> Iterator[tuple[str, tuple[int, ...], tuple[str | None, ...], bool]]:
+    linear, width = model.linear_attention, model.width
+    heads, keys, values = linear.num_heads, linear.key_width, linear.value_width
+    for name, head_width in (("query", keys), ("key", keys), ("value", values)):
+        yield name, (width, heads, head_width), ("model_weight", "heads", None), False
+        yield f"{name}_convolution", (linear.convolution_width, heads, head_width), (None, "heads", None), False
+    yield "decay_down", (width, linear.decay_rank), ("model_weight", None), False
+    yield "decay_up", (linear.decay_rank, heads, keys), (None, "heads", None), False
+    yield "log_rate", (heads,), ("heads",), True
+    yield "decay_bias", (heads, keys), ("heads", None), True
+    yield "beta", (width, heads), ("model_weight", "heads"), False
+    if linear.output_gate == "full":
+        yield "output_gate", (width, heads, values), ("model_weight", "heads", None), False
+    else:
+        yield "output_gate_down", (width, linear.output_gate_rank), ("model_weight", None), False
+        yield "output_gate_up", (linear.output_gate_rank, heads, values), (None, "heads", None), False
+    yield "output_norm", (values,), (None,), True
+    yield "output", (heads, values, width), ("heads", None, "model_weight"), False
+
+
+def _full_attention(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], tuple[str | None, ...]]]:
+    full, indexer, width = model.full_attention, model.full_attention.indexer, model.width
+    heads, latent = full.num_heads, full.latent_width
+    if full.query_rank:
+        yield "query_down", (width, full.query_rank), ("model_weight", None)
+        yield "query_norm", (full.query_rank,), (None,)
+        yield "query_up", (full.query_rank, heads, full.key_width), ("rank_weight", "heads", None)
+    else:
+        yield "query", (width, heads, full.key_width), ("model_weight", "heads", None)
+    yield "latent_down", (width, latent + full.shared_key_width), ("model_weight", None)
+    yield "latent_norm", (latent,), (None,)
+    yield "key_up", (latent, heads, full.nope_width), ("rank_weight", "heads", None)
+    yield "value_up", (latent, heads, full.value_width), ("rank_weight", "heads", None)
+    if full.output_gate == "sigmoid":
+        yield "output_gate", (width, heads, full.value_width), ("model_weight", "heads", None)
+    yield "output", (heads, full.value_width, width), ("heads", None, "model_weight")
+    if indexer.stage != "none":
+        input_width, input_axis = (full.query_rank, "rank_weight") if full.query_rank else (width, "model_weight")
+        yield "indexer.query_up", (input_width, indexer.num_heads, indexer.head_width), (input_axis, None, None)
+        yield "indexer.key", (width, indexer.head_width), ("model_weight", None)
+        yield "indexer.key_norm_scale", (indexer.head_width,), (None,)
+        if indexer.key_norm_bias:
+            yield "indexer.key_norm_bias", (indexer.head_width,), (None,)
+        yield "indexer.head_weight", (width, indexer.num_heads), ("model_weight", None)
+
+
+def _mlp(width: int, hidden_width: int) -> Iterator[tuple[str, tuple[int, ...], tuple[str | None, ...]]]:
+    for name in ("gate", "up"):
+        yield name, (width, hidden_width), ("model_weight", "hidden")
+    yield "down", (hidden_width, width), ("hidden", "model_weight")
+
+
+def _vision(model: ModelConfig) -> Iterator[ParameterArray]:
+    vision, dtype = model.vision, model.parameter_dtype
+    heads, merged = (vision.num_heads, vision.head_width), vision.merged_width
+    patch_values = vision.channels * vision.patch_pixels**2
+    table = (vision.table_rows, vision.table_columns, vision.width)
+    layers = vision.num_layers
+    rows: list[tuple[Part, str, tuple[int, ...], tuple[str | None, ...], int]] = [
+        ("vision", "vision.patch_embedding", (patch_values, vision.width), (None, "model_weight"), 1),
+        ("vision", "vision.position_table", table, (None, None, "model_weight"), 1),
+        ("vision", "vision.final_norm", (vision.width,), (None,), 1),
+        ("vision", "attention_norm", (vision.width,), (None,), layers),
+        ("vision", "query_key_value", (vision.width, 3, *heads), ("model_weight", None, None, None), layers),
+        ("vision", "output", (*heads, vision.width), (None, None, "model_weight"), layers),
+        ("vision", "mlp_norm", (vision.width,), (None,), layers),
+        ("vision", "up", (vision.width, vision.hidden_width), ("model_weight", None), layers),
+        ("vision", "down", (vision.hidden_width, vision.width), (None, "model_weight"), layers),
+        ("projector", "projector.up", (merged, merged), ("model_weight", None), 1),
+        ("projector", "projector.down", (merged, model.width), ("model_weight", None), 1),
+        ("projector", "projector.norm", (model.width,), (None,), 1),
+    ]
+    for part, path, shape, array_axes, count in rows:
+        yield ParameterArray(path=path, part=part, shape=shape, array_axes=array_axes, dtype=dtype, count=count)

@@ -1,0 +1,337 @@
+"""How long a step takes on a mesh of a cluster, term by term."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mmjax import axes
+from mmjax.config import ModelConfig, RunConfig, layer_kinds
+from mmjax.planner.adapters import FULL, Tuning, trained_arrays
+from mmjax.planner.collectives import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    mesh_group,
+    ring_latency_seconds,
+    send_seconds,
+)
+from mmjax.planner.cost import forward_flops, training_flops, vision_forward_flops, vision_training_flops
+from mmjax.planner.hardware import Cluster
+from mmjax.planner.memory import InFlight, num_moments
+from mmjax.planner.parameters import ITEM_BYTES, ParameterArray, Shard, shards
+
+# Share of the bfloat16 peak that each part reaches, forward and backward together. Read on one H200, from the kernels
+# that others publish: cuBLAS 743 TFLOP/s, cuDNN attention 523, sparse attention 431, indexer 470, grouped expert
+# products 530, chunked cross-entropy 645, chunked KDA 53, attention residuals 6.7; float32 router from its data sheet.
+PEER_SHARES = {
+    "linear attention projections": 0.75,
+    "linear attention recurrence": 0.054,
+    "full attention projections": 0.75,
+    "full attention scores": 0.53,
+    "selected attention scores": 0.44,
+    "indexer": 0.47,
+    "router": 0.05,
+    "latent projections": 0.75,
+    "routed experts": 0.53,
+    "shared experts": 0.75,
+    "dense MLP": 0.75,
+    "attention residuals": 0.0068,
+    "head": 0.65,
+    "adapters": 0.25,
+    "vision": 0.60,
+}
+# Newton-Schulz iterations of Muon.
+_MATRIX_PRODUCT_SHARE = 0.6
+_PER_HEAD = ("query", "key", "value", "query_up", "key_up", "value_up", "query_key_value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What fits replace: shares of the peak, and how much of an exchange hides."""
+
+    shares: Mapping[str, float] = field(default_factory=lambda: PEER_SHARES)
+    overlap: float = 0.0
+    """Share of the computing time under which gathers of weights and scatters of gradients hide. XLA hides none unless
+    it is asked to (JAX_OPTIMIZATION_LEVEL=O1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step on one device, by what they are spent on; they add up."""
+
+    forward: float
+    backward: float
+    recompute: float
+    bubble: float
+    """Idle at the start and end of a pipeline."""
+    weight_exchange: float
+    """Gathers of weights and scatters of gradients that computing does not hide."""
+    gradient_sum: float
+    """Once a step, over devices that hold the same parameters."""
+    tensor_exchange: float
+    expert_exchange: float
+    context_exchange: float
+    pipe_exchange: float
+    optimizer: float
+
+    @property
+    def terms(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def communication_share(self) -> float:
+        """Of the step, what is spent on exchanges that nothing hides."""
+        names = ("weight_exchange", "gradient_sum", "tensor_exchange", "expert_exchange")
+        names += ("context_exchange", "pipe_exchange")
+        return sum(getattr(self, name) for name in names) / self.total
+
+
+def bubble_fraction(num_stages: int, num_micro_batches: int) -> float:
+    """Idle share of a pipeline whose stages take equally long (GPipe and 1F1B alike): (p - 1) / (m + p - 1)."""
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+class StepClock:
+    """Times of steps of one model on one cluster; what does not depend on the mesh is counted once."""
+
+    def __init__(self, config: RunConfig, cluster: Cluster, *, tuning: Tuning = FULL, rates: Rates | None = None):
+        """`config` gives model, data and optimizer; its mesh, micro-batches and remat may be replaced in `step`."""
+        self.cluster, self.tuning, self.rates = cluster, tuning, rates or Rates()
+        model, row_tokens = config.model, config.data.row_tokens
+        self.arrays = trained_arrays(model, tuning)
+        self.forward = forward_flops(model, row_tokens)
+        self.training = training_flops(model, row_tokens, tuning)
+        self.forward |= {"adapters": self.training["adapters"] / 3} if "adapters" in self.training else {}
+        self.vision_forward = vision_forward_flops(model, config.data.image_max_patches)
+        self.vision_training = vision_training_flops(model, config.data.image_max_patches, tuning)
+        self.repeated = repeated_shares(model)
+        self.selects = (
+            model.full_attention.indexer.stage == "sparse" and row_tokens > model.full_attention.indexer.top_k
+        )
+
+    def step(self, config: RunConfig, held: Sequence[Shard] | None = None) -> StepTime:
+        """Seconds of one step of `config` (all rows, all micro-batches). `held`: its shards, if they are at hand.
+
+        forward    sum over parts of FLOPs a device / (share of the peak * peak), experts at least their bytes / memory
+        backward   the same with the FLOPs of training less those of forward
+        recompute  forward of decoder layers (remat) and of the tower, where they are trained through
+        bubble     (forward + backward + recompute) (p - 1) / m
+        exchanges  see the methods below
+        """
+        mesh = config.mesh
+        held = shards(self.arrays, mesh) if held is None else held
+        forward, backward, recompute = self._compute_seconds(config, held)
+        compute = forward + backward + recompute
+        gathers = self._weight_exchange_seconds(config, held)
+        micro_batches = config.training.accumulation
+        return StepTime(
+            forward=forward,
+            backward=backward,
+            recompute=recompute,
+            bubble=compute * (mesh.pipe - 1) / micro_batches,
+            weight_exchange=max(0.0, gathers - self.rates.overlap * compute),
+            gradient_sum=self._gradient_sum_seconds(config, held),
+            tensor_exchange=self._tensor_exchange_seconds(config),
+            expert_exchange=self._expert_exchange_seconds(config),
+            context_exchange=self._context_exchange_seconds(config),
+            pipe_exchange=self._pipe_exchange_seconds(config),
+            optimizer=self._optimizer_seconds(config, held),
+        )
+
+    def step_flops(self, config: RunConfig) -> float:
+        """FLOPs of MFU of a step whose rows and patches are all real: no recomputation, nothing done twice."""
+        data = config.data
+        text = sum(self.training.values()) * data.rows * data.row_tokens
+        return text + self.vision_training * data.rows * data.row_patches
+
+    def _compute_seconds(self, config: RunConfig, held: Sequence[Shard]) -> tuple[float, float, float]:
+        mesh, model, peak = config.mesh, config.model, self.cluster.gpu.flops_per_second
+        positions = config.data.rows * config.data.row_tokens / (mesh.num_row_shards * mesh.context * mesh.pipe)
+        patches = config.data.rows * config.data.row_patches / (mesh.num_row_shards * mesh.pipe)
+        forward = backward = layers = 0.0
+        for part, flops in self.forward.items():
+            if not flops:
+                continue
+            repeated = self.repeated.get(part, 0.0)
+            share = repeated + (1 - repeated) / mesh.tensor
+            seconds_per_flop = positions * share / (peak * self._rate(part))
+            part_forward = flops * seconds_per_flop
+            part_backward = (self.training[part] - flops) * seconds_per_flop
+            if part == "routed experts":
+                floor = self._expert_weight_seconds(config, held)
+                part_backward = max(part_backward, 2 * floor if self.tuning.kind == "full" else floor)
+                part_forward = max(part_forward, floor)
+            forward, backward = forward + part_forward, backward + part_backward
+            layers += part_forward if part != "head" else 0.0
+        # The tower runs whole on every device of the tensor and context axes.
+        tower = patches * self.vision_forward / (peak * self._rate("vision"))
+        tower_backward = patches * (self.vision_training - self.vision_forward) / (peak * self._rate("vision"))
+        recompute = (layers if model.remat == "layer" else 0.0) + (tower if tower_backward else 0.0)
+        return forward + tower, backward + tower_backward, recompute
+
+    def _rate(self, part: str) -> float:
+        name = "selected attention scores" if part == "full attention scores" and self.selects else part
+        return self.rates.shares[name]
+
+    def _expert_weight_seconds(self, config: RunConfig, held: Sequence[Shard]) -> float:
+        """Reading this device's gathered experts once from memory, in each micro-batch."""
+        item = ITEM_BYTES[config.model.compute_dtype]
+        entries = sum(shard.used_entries for shard in held if shard.array.part == "routed experts")
+        return config.training.accumulation * entries * item / self.cluster.gpu.memory_bandwidth
+
+    def _weight_exchange_seconds(self, config: RunConfig, held: Sequence[Shard]) -> float:
+        """All gathers of weights at use (again in the backward pass under remat), and scatters of gradients.
+
+        In every micro-batch; weights in the compute dtype (packed experts packed), gradients in the dtype at rest.
+        """
+        mesh, item = config.mesh, ITEM_BYTES[config.model.compute_dtype]
+        num_bytes: dict[tuple[str, ...], float] = defaultdict(float)
+        num_exchanges: dict[tuple[str, ...], int] = defaultdict(int)
+        for shard in held:
+            if shard.gather_factor == 1:
+                continue
+            array = shard.array
+            over = (axes.FSDP,) if "expert_hidden" in array.array_axes else axes.WEIGHT_AXES
+            is_tower = array.part in ("vision", "projector")
+            is_again = (array.in_decoder_layer and config.model.remat == "layer") or (is_tower and array.is_trained)
+            gathered = (1 + is_again) * (17 / 32 if array.is_packed else item)
+            scattered = ITEM_BYTES[array.dtype] if array.is_trained else 0
+            num_bytes[over] += (gathered + scattered) * shard.used_entries
+            num_exchanges[over] += (1 + is_again + array.is_trained) * shard.num_layers
+        seconds = 0.0
+        for over, total in num_bytes.items():
+            group = mesh_group(mesh, over, self.cluster)
+            latency = ring_latency_seconds(group)
+            seconds += all_gather_seconds(total, group) + (num_exchanges[over] - 1) * latency
+        return config.training.accumulation * seconds
+
+    def _gradient_sum_seconds(self, config: RunConfig, held: Sequence[Shard]) -> float:
+        """One all-reduce for each set of data axes that trained arrays are not split over, of all their gradients."""
+        mesh = config.mesh
+        num_bytes: dict[tuple[str, ...], float] = defaultdict(float)
+        for shard in held:
+            if shard.array.is_trained:
+                num_bytes[_unsplit_data_axes(shard.array)] += shard.rest_entries * ITEM_BYTES[shard.array.dtype]
+        return sum(all_reduce_seconds(total, mesh_group(mesh, over, self.cluster)) for over, total in num_bytes.items())
+
+    def _tensor_exchange_seconds(self, config: RunConfig) -> float:
+        """Sums of row-parallel products: of the mixer and of the dense or shared MLP t D c, of routed experts t R w.
+
+        In the forward pass, again under remat, and as often in the backward pass. Nothing hides them.
+        """
+        mesh, model = config.mesh, config.model
+        if mesh.tensor == 1:
+            return 0.0
+        flight = InFlight(config)
+        group = mesh_group(mesh, (axes.TENSOR,), self.cluster)
+        stream = all_reduce_seconds(flight.tokens * model.width * flight.compute, group)
+        latent = flight.tokens * (model.moe.latent_width or model.width) * flight.wide
+        seconds = 0.0
+        for _, mlp in flight.kinds:
+            seconds += stream
+            seconds += stream if mlp == "dense" or model.moe.num_shared_experts else 0.0
+            seconds += all_reduce_seconds(latent, group) if mlp == "moe" else 0.0
+        embedding = all_reduce_seconds(flight.tokens * model.width * flight.wide, group)
+        return config.training.accumulation * (self._passes(config) * seconds / mesh.pipe + embedding)
+
+    def _expert_exchange_seconds(self, config: RunConfig) -> float:
+        """Dispatch and combine of every expert layer, whole buffers: forward, again under remat, backward."""
+        mesh = config.mesh
+        if mesh.expert == 1:
+            return 0.0
+        flight = InFlight(config)
+        num_layers = sum(mlp == "moe" for _, mlp in flight.kinds) / mesh.pipe
+        width = config.model.moe.latent_width or config.model.width
+        group = mesh_group(mesh, (axes.EXPERT,), self.cluster)
+        one_way = all_to_all_seconds(flight.exchanged_rows() * width * flight.compute, group)
+        return config.training.accumulation * self._passes(config) * num_layers * 2 * one_way
+
+    def _context_exchange_seconds(self, config: RunConfig) -> float:
+        """Latents of a row gathered for full attention; states of linear attention passed from device to device."""
+        mesh, model = config.mesh, config.model
+        if mesh.context == 1:
+            return 0.0
+        flight = InFlight(config)
+        group = mesh_group(mesh, (axes.CONTEXT,), self.cluster)
+        full, linear = model.full_attention, model.linear_attention
+        row = flight.rows * config.data.row_tokens * (full.latent_width + full.shared_key_width) * flight.compute
+        state = flight.rows * linear.num_heads / mesh.tensor * linear.key_width * linear.value_width * flight.wide
+        link = group.between if group.crosses_nodes else group.inside
+        seconds = 0.0
+        for mixer, _ in flight.kinds:
+            seconds += all_gather_seconds(row, group) if mixer == "full" else 0.0
+            seconds += (mesh.context - 1) * send_seconds(state, link) if mixer == "linear" else 0.0
+        return config.training.accumulation * self._passes(config) * seconds / mesh.pipe
+
+    def _pipe_exchange_seconds(self, config: RunConfig) -> float:
+        """The running sum and the finished residual blocks from stage to stage, there and back, in every tick."""
+        mesh, model = config.mesh, config.model
+        if mesh.pipe == 1:
+            return 0.0
+        flight = InFlight(config)
+        group = mesh_group(mesh, (axes.PIPE,), self.cluster)
+        link = group.between if group.crosses_nodes else group.inside
+        streams = 1 + (model.num_layers / model.residual_block_layers / 2 if model.residual == "attention" else 0)
+        ticks = config.training.accumulation + mesh.pipe - 1
+        return 2 * ticks * send_seconds(streams * flight.tokens * model.width * flight.compute, link)
+
+    def _optimizer_seconds(self, config: RunConfig, held: Sequence[Shard]) -> float:
+        """Parameters and moments read and written, gradients read; for Muon also its products, 5 iterations of
+        4 r^2 c + 2 r^3 FLOPs for a matrix of r <= c, repeated by devices that hold parts of the same matrix."""
+        mesh, gpu = config.mesh, self.cluster.gpu
+        num_bytes = flops = 0.0
+        for shard in held:
+            array = shard.array
+            if not array.is_trained:
+                continue
+            moments = num_moments(array, config.optimizer.name)
+            num_bytes += shard.rest_entries * ITEM_BYTES[array.dtype] * (2 + 2 * moments + 1)
+            if config.optimizer.name == "muon" and array.is_matrix:
+                experts = array.shape[0] // mesh.expert if "experts" in array.array_axes else 1
+                flops += experts * shard.num_layers * _newton_schulz_flops(array, config)
+        return num_bytes / gpu.memory_bandwidth + flops / (_MATRIX_PRODUCT_SHARE * gpu.flops_per_second)
+
+    def _passes(self, config: RunConfig) -> int:
+        return 3 if config.model.remat == "layer" else 2
+
+
+def repeated_shares(model: ModelConfig) -> dict[str, float]:
+    """Share of each part's FLOPs that every device of the tensor axis repeats: narrow projections, routers, indexer."""
+    linear, full, width = model.linear_attention, model.full_attention, model.width
+    flops = forward_flops(model, 1)
+    kinds = layer_kinds(model)
+    num_linear = sum(mixer == "linear" for mixer, _ in kinds)
+    narrow_linear = linear.decay_rank + (linear.output_gate_rank if linear.output_gate == "low_rank" else 0)
+    narrow_full = full.query_rank + full.latent_width + full.shared_key_width
+    narrow = {
+        "linear attention projections": num_linear * 2 * width * narrow_linear,
+        "full attention projections": (len(kinds) - num_linear) * 2 * width * narrow_full,
+    }
+    whole = dict.fromkeys(("router", "latent projections", "indexer", "attention residuals"), 1.0)
+    return whole | {part: value / flops[part] for part, value in narrow.items() if flops[part]}
+
+
+def _unsplit_data_axes(array: ParameterArray) -> tuple[str, ...]:
+    weight_axes = {"model_weight", "rank_weight"} & set(array.array_axes)
+    split = set(axes.WEIGHT_AXES) if weight_axes else set()
+    split |= {axes.EXPERT} if "experts" in array.array_axes else set()
+    split |= {axes.FSDP} if "expert_hidden" in array.array_axes else set()
+    return tuple(axis for axis in axes.DATA_AXES if axis not in split)
+
+
+def _newton_schulz_flops(array: ParameterArray, config: RunConfig) -> float:
+    """Of one layer's (and one expert's) matrices of this array, all iterations."""
+    shape: Sequence[int] = array.shape[1:] if "experts" in array.array_axes else array.shape
+    rows = math.prod(shape[: array.num_input_axes])
+    columns = math.prod(shape[array.num_input_axes :])
+    count = 1
+    if config.optimizer.muon_heads == "per_head" and array.name in _PER_HEAD and len(shape) > 2:
+        count, columns = columns // shape[-1], shape[-1]
+    short, long = sorted((rows, columns))
+    return config.optimizer.muon_steps * count * (4 * short**2 * long + 2 * short**3)

@@ -1,0 +1,142 @@
+"""FLOPs, MFU and the golden formula against cases worked by hand."""
+
+import dataclasses
+
+import pytest
+
+from mmjax.config import FullAttentionConfig, LinearAttentionConfig, ModelConfig, MoeConfig, VisionConfig
+from mmjax.errors import ConfigurationError
+from mmjax.planner.adapters import Tuning
+from mmjax.planner.cost import (
+    Branch,
+    Message,
+    adapter_forward_flops,
+    alignment_penalty,
+    batch_flops,
+    communication_seconds,
+    compute_entropy,
+    forward_flops,
+    golden_cost,
+    model_flops_utilisation,
+    training_flops,
+    vision_training_flops,
+)
+from mmjax.presets.kimi_k3 import kimi_k3
+
+# One linear and one full layer, both with a dense MLP, small enough to count by hand.
+HYBRID = ModelConfig(
+    width=10,
+    num_layers=2,
+    vocabulary_size=100,
+    full_attention_layers=(1,),
+    residual="plain",
+    linear_attention=LinearAttentionConfig(
+        num_heads=1, key_width=4, value_width=4, convolution_width=4, decay_rank=2, chunk_tokens=8
+    ),
+    full_attention=FullAttentionConfig(
+        num_heads=2, query_rank=0, latent_width=3, nope_width=2, shared_key_width=1, value_width=2, output_gate="none"
+    ),
+    moe=MoeConfig(num_dense_layers=2, dense_width=20),
+    vision=VisionConfig(num_layers=1, width=8, num_heads=1, head_width=4, hidden_width=16, patch_pixels=2, channels=1),
+)
+# q, k, v; their taps; beta; decay; gate; output.
+LINEAR_WEIGHTS = 3 * 40 + 4 * 12 + 10 + (20 + 8) + 40 + 40
+# q; latent; keys and values from it; output.
+FULL_WEIGHTS = 10 * 6 + 10 * 4 + 3 * 2 * (2 + 2) + 4 * 10
+MLP_WEIGHTS, HEAD_WEIGHTS = 3 * 10 * 20, 1000
+RECURRENCE = 6 * 16 + 8 * 12 + 64
+# Tower: embedding 4 x 8; q, k, v, o 4 x 8 x 4; MLP 2 x 8 x 16. Projector of 4 patches: 32 x 32 + 32 x 10.
+PATCH_WEIGHTS = 32 + 128 + 256 + (1024 + 320) / 4
+
+
+def test_forward_flops_of_a_hybrid_by_hand():
+    flops = {part: value for part, value in forward_flops(HYBRID, row_tokens=9).items() if value}
+    assert flops == {
+        "linear attention projections": 2 * LINEAR_WEIGHTS,
+        "linear attention recurrence": RECURRENCE,
+        "full attention projections": 2 * FULL_WEIGHTS,
+        # 2 heads, keys of 3 and values of 2, and on average 5 of 9 keys.
+        "full attention scores": 2 * 2 * (3 + 2) * 5,
+        "dense MLP": 2 * 2 * MLP_WEIGHTS,
+        "head": 2 * HEAD_WEIGHTS,
+    }
+
+
+def test_documents_of_a_packed_row_do_not_attend_to_each_other():
+    one, two = batch_flops(HYBRID, [9], []), batch_flops(HYBRID, [4, 5], [])
+    # Keys seen: 45 in one document of 9; 10 + 15 in documents of 4 and 5; three times 2 x 2 x 5 FLOPs each.
+    assert one.text - two.text == 3 * 20 * (45 - 25)
+    assert one.vision == 0
+
+
+def test_twice_the_images_cost_twice_the_vision_flops_and_no_more_text():
+    one, two = batch_flops(HYBRID, [9], [16]), batch_flops(HYBRID, [9], [16, 16])
+    assert one.vision == 3 * 16 * (2 * PATCH_WEIGHTS + 4 * 4 * 16)
+    assert two.vision == 2 * one.vision and two.text == one.text
+    # An image of 32 patches attends to more than two of 16.
+    assert batch_flops(HYBRID, [9], [32]).vision > two.vision
+
+
+def test_lora_pays_no_weight_gradient_of_frozen_weights():
+    tuning = Tuning(kind="lora", rank=2)
+    flops = training_flops(HYBRID, 9, tuning)
+    assert flops["dense MLP"] == 2 * (2 * 2 * MLP_WEIGHTS)
+    assert flops["linear attention recurrence"] == 3 * RECURRENCE
+    assert flops["full attention scores"] == 3 * 100
+    # Rank 2 times inputs + outputs. Linear: q, k, v 14 each, decay 12 and 6, beta 11, gate 14, output 14. Full: q 16,
+    # latent 14, keys 7, values 7, output 14. Two MLPs: 30 for each of 3.
+    entries = 2 * ((3 * 14 + 12 + 6 + 11 + 14 + 14) + (16 + 14 + 7 + 7 + 14) + 2 * 3 * 30)
+    assert adapter_forward_flops(HYBRID, tuning) == 2 * entries
+    assert flops["adapters"] == 3 * 2 * entries
+    # The tower is frozen, and nothing that learns lies before it.
+    assert vision_training_flops(HYBRID, 16) == 3 * vision_training_flops(HYBRID, 16, tuning)
+
+
+def test_expert_adapters_count_for_the_experts_taken_only():
+    rank_one = adapter_forward_flops(kimi_k3(), Tuning(kind="lora", rank=0, expert_rank=1))
+    assert rank_one == 2 * 92 * 16 * 3 * 6656
+
+
+def test_mfu_by_hand():
+    # 8 devices of 100 FLOP/s could do 1,600 in 2 s; 400 were needed.
+    assert model_flops_utilisation(400, 2.0, 8, 100) == 0.25
+
+
+def test_golden_formula_of_two_branches_by_hand():
+    messages = [Message(num_bytes=100, bandwidth=50, hops=2, latency_seconds=0.25, contention=3)]
+    # 2 hops of 0.25 s, and twice more the 2 s of its bytes for the two others on the link.
+    assert communication_seconds(messages) == 0.5 + 2 * 2
+    text = Branch(name="text", forward_flops=600, flops_per_second=100, exchanged_bytes=100, bandwidth=50)
+    image = Branch(
+        name="image",
+        forward_flops=200,
+        flops_per_second=100,
+        exchanged_bytes=100,
+        bandwidth=50,
+        communication_seconds=communication_seconds(messages),
+    )
+    cost = golden_cost([text, image], alpha=1.0, beta=0.5, alignment_seconds=3.0)
+    assert [terms.total for terms in cost.branches] == [6 + 2, 2 + 2 + 4.5]
+    assert cost.slowest.name == "image"
+    assert cost.total == 8.5 + 1.5
+    # Without contention the text decides.
+    assert golden_cost([text, image], alpha=0.0).slowest.name == "text"
+
+
+def test_alignment_penalty_is_the_mean_offset_by_trapezoids():
+    # Offsets 0, 1, 4 at progress 0, 1/2, 1: (0 + 1) / 2 / 2 + (1 + 4) / 2 / 2.
+    assert alignment_penalty({"text": [1, 2, 3], "image": [1, 3, 7]}) == 1.5
+    assert alignment_penalty({"text": [1, 2, 3]}) == 0
+    assert alignment_penalty({"text": [1], "image": [4]}) == 3
+    with pytest.raises(ConfigurationError, match="same number"):
+        alignment_penalty({"text": [1, 2], "image": [1]})
+
+
+def test_compute_entropy_by_hand():
+    assert compute_entropy(semantic_bits=12, flops=3, redundancy=2) == 2
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        compute_entropy(12, 3, redundancy=0.5)
+
+
+def test_a_model_without_tower_costs_no_vision_flops():
+    assert batch_flops(dataclasses.replace(HYBRID, vision=VisionConfig(num_layers=0)), [9], [16]).vision == 0

@@ -1,0 +1,107 @@
+"""The search sees every mesh, keeps what can run, and says why not of the rest."""
+
+import dataclasses
+import math
+import time
+
+import pytest
+
+from mmjax.config import DataConfig, OptimizerConfig, RunConfig, check
+from mmjax.planner.adapters import Tuning
+from mmjax.planner.search import check_without_mesh, factorisations, remedies, search
+from mmjax.planner.topology import read_cluster
+from mmjax.presets.kimi_k3 import kimi_k31
+from mmjax.presets.kimi_linear import kimi_linear_48b
+
+DATA = DataConfig(
+    source="a.jsonl", tokenizer="tokenizer.json", rows=128, row_tokens=8192, row_patches=4096, image_max_patches=4096
+)
+K31 = RunConfig(model=kimi_k31(), data=DATA)
+FROZEN = dataclasses.replace(K31, model=dataclasses.replace(kimi_k31(), parameter_dtype="bfloat16"))
+LORA = Tuning(kind="lora", experts_at_rest="mxfp4")
+
+
+def linear(rows: int, cluster: str, **more):
+    data = dataclasses.replace(DATA, rows=rows, row_patches=4, image_max_patches=4)
+    return search(RunConfig(model=kimi_linear_48b(), data=data), read_cluster(cluster), **more)
+
+
+def test_factorisations_are_all_and_each_once():
+    assert list(factorisations(8, 2)) == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    # 7 factors of 2 into 6 axes.
+    assert len(set(factorisations(128, 6))) == math.comb(7 + 5, 5)
+
+
+def test_every_mesh_is_kept_or_rejected_with_a_reason():
+    result = linear(16, "8xh200")
+    meshes = {plan.config.mesh for plan in result.plans}
+    named = {name.split(",")[0] for name in (rejection.name for rejection in result.rejections)}
+    assert len(set(factorisations(8, 6))) <= len(meshes) + len(named)
+    assert all(rejection.reason for rejection in result.rejections)
+    assert {"pipe: not built yet", "context: not built yet"} <= {rejection.reason for rejection in result.rejections}
+
+
+def test_every_plan_can_run_and_fits_and_the_first_is_the_fastest():
+    result = linear(16, "8xh200")
+    cluster = read_cluster("8xh200")
+    assert result.plans
+    for plan in result.plans:
+        assert check(plan.config) == []
+        assert plan.memory.total <= cluster.usable_bytes
+        assert plan.config.mesh.num_devices == 8
+    times = [plan.time.total for plan in result.plans]
+    assert times == sorted(times)
+    front = result.front()
+    assert front[0] is result.plans[0]
+    for plan in result.plans:
+        assert any(best.time.total <= plan.time.total and best.memory.total <= plan.memory.total for best in front)
+
+
+def test_a_slower_plan_names_the_terms_that_cost_it():
+    result = linear(16, "8xh200")
+    assert result.reasons_against(result.plans[0]) == "the fastest that fits"
+    slowest = result.plans[-1]
+    assert "x the time: " in result.reasons_against(slowest)
+
+
+def test_more_rows_for_a_device_raise_utilisation():
+    few, many = linear(8, "8xh200").plans[0], linear(64, "8xh200").plans[0]
+    assert many.utilisation > few.utilisation
+
+
+def test_when_nothing_fits_the_remedies_fit():
+    cluster, config = read_cluster("4x8xh200"), dataclasses.replace(FROZEN, data=dataclasses.replace(DATA, rows=32))
+    plain = Tuning(kind="lora")
+    result = search(config, cluster, tuning=plain)
+    assert not result.plans and result.tightest and "parameters" in result.tightest.reason
+    found = remedies(config, cluster, tuning=plain)
+    assert any("mxfp4" in remedy for remedy in found) and any("8x8xh200" in remedy for remedy in found)
+    assert search(config, cluster, tuning=LORA).plans
+    assert search(
+        dataclasses.replace(config, data=dataclasses.replace(DATA, rows=64)), read_cluster("8x8xh200"), tuning=plain
+    ).plans
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rows", "tuning", "all_axes"),
+    [
+        ("16x8xh200", 256, LORA, False),
+        ("128x8xh200", 1024, Tuning(), False),
+        pytest.param("128x8xh200", 1024, Tuning(), True, marks=pytest.mark.slow),
+    ],
+)
+def test_large_searches_end_in_half_a_minute(cluster, rows, tuning, all_axes):
+    started = time.process_time()
+    config = dataclasses.replace(
+        FROZEN if tuning is LORA else K31,
+        data=dataclasses.replace(DATA, rows=rows),
+        optimizer=OptimizerConfig(name="muon"),
+    )
+    assert search(config, read_cluster(cluster), tuning=tuning, all_axes=all_axes).plans
+    assert time.process_time() - started < 30
+
+
+def test_faults_that_no_mesh_mends_are_found():
+    broken = dataclasses.replace(K31, data=dataclasses.replace(DATA, row_patches=6))
+    assert [fault.path for fault in check_without_mesh(broken)] == ["data.row_patches"] * 2
+    assert check_without_mesh(K31) == []

@@ -1,0 +1,80 @@
+"""The plan command: what it prints and writes, and how it ends."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmjax import plan
+from mmjax.config import check, from_yaml
+from mmjax.planner.machine import discover
+from mmjax.planner.topology import read_cluster
+
+SMALL = ["--model", "kimi_linear_48b", "--cluster", "8xh200", "--seq", "4096", "--rows", "16"]
+
+
+def test_a_plan_is_printed_and_its_settings_run(tmp_path, capsys):
+    assert plan.main([*SMALL, "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for text in ("kimi_linear_48b on 1x8xh200", "MFU", "predicted, not measured", "not built yet", "rejected"):
+        assert text in printed
+    config = from_yaml((tmp_path / "plan.yaml").read_text(), "plan.yaml")
+    assert check(config) == [] and config.mesh.num_devices == 8
+    plans = json.loads((tmp_path / "plans.json").read_text())
+    assert plans[0]["mesh"] == config.mesh.sizes and plans[0]["reason"] == "the fastest that fits"
+    assert (tmp_path / "plans.png").stat().st_size > 5000
+
+
+def test_adapters_are_planned_but_no_settings_are_written(tmp_path, capsys):
+    assert plan.main([*SMALL, "--lora", "--output", str(tmp_path)]) == 0
+    assert "no plan.yaml" in capsys.readouterr().out
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_when_nothing_fits_it_says_what_would(capsys):
+    assert plan.main(["--model", "kimi_k31", "--cluster", "8xl40s", "--seq", "2048", "--lora"]) == 1
+    printed = capsys.readouterr().out
+    assert "nothing fits" in printed and "GiB" in printed and "make" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "kimi_k32"], "did you mean 'kimi_k3"),
+        (["--cluster", "16x8xh201"], "did you mean 'h20"),
+        (["--cluster", "8xh200", "--seq", "0"], "data.row_tokens"),
+        (["--cluster", "no_such_file.yaml"], "no_such_file.yaml"),
+    ],
+)
+def test_mistakes_are_one_message(arguments, message, capsys):
+    assert plan.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_this_machine_is_planned_for_with_a_warning_of_what_is_broken(monkeypatch, capsys):
+    text = (Path(__file__).parent / "planner" / "machines" / "b200_one_without_nvlink.txt").read_text()
+    names = "".join(f"{index}, NVIDIA B200\n" for index in range(8))
+    outputs = {"--query-gpu=index,name": names, "topo": text}
+    found = discover(lambda command: outputs.get(command[1 % len(command)], ""), Path("/nonexistent"))
+    monkeypatch.setattr(plan, "discover", lambda: found)
+    assert plan.main(["--model", "kimi_linear_48b", "--rows", "8", "--top", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "warning: GPU2 has 0 NVLinks" in printed and "kimi_linear_48b on 1x8xb200" in printed
+
+
+def test_images_are_planned_when_asked_for():
+    command = plan.Command(model="kimi_k3", row_patches=1024)
+    config, _ = plan.describe_run(command, plan.find_preset("kimi_k3")(), read_cluster("8xh200"))
+    assert config.model.vision.is_present and config.data.row_patches == 1024
+    text, _ = plan.describe_run(plan.Command(model="kimi_k3"), plan.find_preset("kimi_k3")(), read_cluster("8xh200"))
+    assert not text.model.vision.is_present
+
+
+def test_planning_loads_no_jax():
+    script = "import sys; from mmjax import plan; plan.main(sys.argv[1:]); print('jax' in sys.modules)"
+    finished = subprocess.run(
+        [sys.executable, "-c", script, *SMALL], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert finished.stdout.strip().endswith("False")
