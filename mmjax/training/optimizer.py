@@ -46,7 +46,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def num_updates(state: optax.OptState) -> jax.Array:
     """int32: updates that an optimizer of `make_optimizer` has made, which is where its learning rate stands."""
     states = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
-    return next(node.count for node in states if isinstance(node, optax.ScaleByScheduleState))
+    return jnp.asarray(next(node.count for node in states if isinstance(node, optax.ScaleByScheduleState)))
 
 
 def make_optimizer(

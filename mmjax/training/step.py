@@ -213,6 +213,8 @@ def make_value_and_gradient(config: RunConfig, mesh: Mesh):
         # Marked as varying once, outside the loop: the sum over devices happens once a step, in `reduce_gradients`.
         varying, reduce_gradients = jax.vjp(make_varying, parameters)
 
+        # Jitted so that the model is traced once, not for the sums' shapes and again in the loop.
+        @jax.jit
         def run_micro_batch(micro_batch: Batch):
             def objective(varying):
                 loss, report = micro_batch_loss(definition.assemble(varying, router_biases), micro_batch, counts)
