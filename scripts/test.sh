@@ -15,4 +15,5 @@ ruff format --check .
 ruff check .
 lint-imports --no-cache
 pyright --pythonpath "$VENV/bin/python"
-python -m pytest -n 2 "$@"
+# A file goes to one worker: its tests share compiled programs.
+python -m pytest -n 2 --dist loadfile "$@"

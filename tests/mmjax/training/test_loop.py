@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ class Line:
 
     before: Callable[[int], Any] = staticmethod(lambda step: None)
     seed = 0
+    tokenizer = SimpleNamespace(vocabulary_size=1)
 
     def __init__(self, *_: object):
         pass
@@ -43,6 +45,9 @@ class Line:
             factor = Line.before(step)
             inputs = np.random.default_rng((Line.seed, step)).normal(size=(4, 3)).astype(np.float32)
             yield inputs if factor is None else inputs * np.float32(factor)
+
+    def counters(self) -> dict[str, float]:
+        return {"samples": 1}
 
     def fingerprint(self) -> dict[str, int]:
         return {"seed": Line.seed}
@@ -60,7 +65,7 @@ class Answers:
             for text in "12"
         ]
         given = "1" if int(state.step) < 6 else "3"
-        return EvaluationResult(tuple(GivenAnswer(one, given) for one in asked))
+        return EvaluationResult(tuple(GivenAnswer(one, given, is_finished=True) for one in asked))
 
 
 @dataclasses.dataclass
@@ -189,7 +194,12 @@ def test_a_run_leaves_metrics_curves_checkpoints_and_the_sheet(undisturbed: Path
     # The last two, and the best evaluation, which is of no regular step.
     assert sorted(os.listdir(undisturbed / "checkpoints"), key=int) == ["5", "8", "12"]
     manifest = json.loads((undisturbed / "checkpoints" / "12" / "manifest.json").read_text())
-    assert manifest["metadata"]["progress"] == {"steps": 12, "real_tokens": 48, "supervised_tokens": 24}
+    assert manifest["metadata"]["progress"] == {
+        "steps": 12,
+        "real_tokens": 48,
+        "supervised_tokens": 24,
+        "skipped_steps": 0,
+    }
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
