@@ -1,7 +1,6 @@
 """Settings of all tests: 8 virtual CPU devices (or the GPUs, with --gpu), strict promotion, a compilation cache."""
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +9,6 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-IS_GPU_RUN = "--gpu" in sys.argv
-if not IS_GPU_RUN:
-    # Most of a test's time is compilation: unoptimised programs compile in half of it, and with the older emitters of
-    # fusions in a third of that. Read when JAX first looks for devices.
-    compile_fast = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {compile_fast}"
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update(
@@ -32,18 +23,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, and multigpu if there are several")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Not from `sys.argv`, which workers of xdist do not share.
+    if not config.getoption("--gpu"):
+        # Most of a test's time is compilation: unoptimised programs compile in half of it, and with the older emitters
+        # of fusions in a third of that. Read when JAX first looks for devices.
+        compile_fast = (
+            "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+        )
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {compile_fast}"
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 8)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_gpu_run, is_slow_run = config.getoption("--gpu"), config.getoption("--slow")
     for item in items:
-        if reason := _reason_to_skip(set(item.keywords), is_slow_run=config.getoption("--slow")):
+        if reason := _reason_to_skip(set(item.keywords), is_gpu_run=is_gpu_run, is_slow_run=is_slow_run):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _reason_to_skip(marks: set[str], *, is_slow_run: bool) -> str | None:
+def _reason_to_skip(marks: set[str], *, is_gpu_run: bool, is_slow_run: bool) -> str | None:
     if "multigpu" in marks:
-        return None if IS_GPU_RUN and jax.device_count() > 1 else "needs several GPUs and --gpu"
+        return None if is_gpu_run and jax.device_count() > 1 else "needs several GPUs and --gpu"
     if "gpu" in marks:
-        return None if IS_GPU_RUN else "needs a GPU and --gpu"
-    if IS_GPU_RUN:
+        return None if is_gpu_run else "needs a GPU and --gpu"
+    if is_gpu_run:
         return "not a GPU test"
     return "run with --slow" if "slow" in marks and not is_slow_run else None
 
