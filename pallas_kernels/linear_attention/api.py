@@ -1,4 +1,5 @@
-"""Kimi Delta Attention: the gated delta rule with a decay per channel, and the small operations around it."""
+"""The gated delta rule, with a decay per channel (Kimi Delta Attention) or per head (Gated DeltaNet), and the small
+operations around it."""
 
 from typing import Literal
 
@@ -6,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.linear_attention import reference, xla
+from pallas_kernels import launcher
+from pallas_kernels.linear_attention import pallas_triton, reference, xla
 from pallas_kernels.linear_attention.documents import document_index, wide_dtype
 
-Implementation = Literal["auto", "xla", "reference"]
+Implementation = Literal["auto", "pallas", "xla", "reference"]
 Decay = Literal["bounded", "softplus"]
 
 # Up to this many numbers in a head's state a CPU is faster token by token, and compiles it in a third of the time.
@@ -19,10 +21,10 @@ SMALL_STATE = 1024
 
 
 def delta_rule(
-    query: Float[Array, "B S H K"],
-    key: Float[Array, "B S H K"],
+    query: Float[Array, "B S G K"],
+    key: Float[Array, "B S G K"],
     value: Float[Array, "B S H V"],
-    log_decay: Float[Array, "B S H K"],
+    log_decay: Float[Array, "B S H K"] | Float[Array, "B S H"],
     beta: Float[Array, "B S H"],
     segment_ids: Int[Array, "B S"],
     *,
@@ -30,32 +32,47 @@ def delta_rule(
     chunk_tokens: int = 64,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H K V"]]:
-    """Linear attention whose state forgets by channel and corrects what it holds for a key; and its last state.
+    """Linear attention whose state forgets and corrects what it holds for a key; and its last state.
 
         S' = diag(exp(log_decay_t)) S_{t-1}
         S_t = S' + beta_t key_t (value_t - S'^T key_t)^T
         output_t = S_t^T query_t
 
-    `query` and `key` arrive normalised and scaled. S is zero at the first token of each document (a token whose id in
-    `segment_ids` differs from the one before it); `initial_state`, zeros if None, belongs to the first document of
-    each row, and the state returned to the last, padding included. Computed in at least float32; the output has the
-    dtype of `value`, the state the wide one.
+    `log_decay` is one number a key channel (Kimi Delta Attention) or one a head (Gated DeltaNet). Each head of `query`
+    and `key` serves H / G consecutive heads of `value`. `query` and `key` arrive normalised and scaled.
+
+    S is zero at the first token of each document (a token whose id in `segment_ids` differs from the one before it);
+    `initial_state`, zeros if None, belongs to the first document of each row, and the state returned to the last,
+    padding included. Computed in at least float32; the output has the dtype of `value`, the state the wide one.
 
     `log_decay` is finite and at most 0, of any size: nothing overflows however fast or slow the decay.
-    `xla` takes `chunk_tokens` at once, `reference` one. "auto" is `reference` for small states on a CPU, else `xla`.
+    `xla` takes `chunk_tokens` at once, `reference` one, `pallas` 64 whatever is asked. "auto" is `pallas` where it can,
+    else `reference` for small states on a CPU, else `xla`, and says once which.
 
     Raises:
-      ValueError: `chunk_tokens` is not 16 times a power of two.
+      ValueError: `chunk_tokens` is not 16 times a power of two, H no multiple of G, or the named implementation cannot
+        take these arguments; the message says why.
 
-    Source: Kimi Linear, arXiv:2510.26692, equations 1 and 3; Kimi K3 technical report, arXiv:2607.24653.
+    Source: Kimi Linear, arXiv:2510.26692, equations 1 and 3; Kimi K3 technical report, arXiv:2607.24653; Gated Delta
+    Networks, arXiv:2412.06464.
     """
+    if value.shape[2] % key.shape[2]:
+        raise ValueError(f"value has {value.shape[2]} heads, no multiple of the {key.shape[2]} of query and key")
     if chunk_tokens < xla.TILE or chunk_tokens & (chunk_tokens - 1):
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be {xla.TILE} times a power of two, such as 64")
-    if implementation == "auto":
-        is_small = key.shape[-1] * value.shape[-1] <= SMALL_STATE
-        implementation = "reference" if is_small and jax.default_backend() == "cpu" else "xla"
     arrays = (query, key, value, log_decay, beta, segment_ids)
+    reason = pallas_triton.reason_against(query, value)
+    if implementation == "auto":
+        implementation = "pallas"
+        if reason is not None:
+            is_small = key.shape[-1] * value.shape[-1] <= SMALL_STATE
+            implementation = "reference" if is_small and jax.default_backend() == "cpu" else "xla"
+        launcher.log_once(f"delta_rule: {implementation}" + (f" (pallas {reason})" if reason else ""))
     match implementation:
+        case "pallas":
+            if reason is not None:
+                raise ValueError(f"implementation 'pallas' of delta_rule {reason}; 'auto' takes one that can")
+            return pallas_triton.delta_rule(*arrays, initial_state=initial_state)
         case "xla":
             return xla.delta_rule(*arrays, initial_state=initial_state, chunk_tokens=chunk_tokens)
         case "reference":
@@ -63,12 +80,17 @@ def delta_rule(
 
 
 def short_convolution(
-    inputs: Float[Array, "B S ..."], taps: Float[Array, "W ..."], segment_ids: Int[Array, "B S"]
+    inputs: Float[Array, "B S ..."],
+    taps: Float[Array, "W ..."],
+    segment_ids: Int[Array, "B S"],
+    *,
+    initial_tail: Float[Array, "B W-1 ..."] | None = None,
 ) -> Float[Array, "B S ..."]:
     """SiLU of a causal convolution of each channel by itself, which never reaches into another document.
 
         output_t = silu(sum_w taps_w inputs_{t - (W - 1) + w}),  the last tap on the token itself
 
+    `initial_tail` are the inputs in front of the row, of its first document; zeros if None (see `convolution_tail`).
     Computed in at least float32, returned in the dtype of `inputs`.
 
     Source: Kimi Linear, arXiv:2510.26692, section 3.
@@ -76,15 +98,38 @@ def short_convolution(
     width, length = taps.shape[0], inputs.shape[1]
     wide = wide_dtype(inputs, taps)
     channels = (1,) * (inputs.ndim - 2)
-    # -1 in front of the row: no document.
-    documents = jnp.pad(document_index(segment_ids), ((0, 0), (width - 1, 0)), constant_values=-1)
-    padded = jnp.pad(inputs.astype(wide), ((0, 0), (width - 1, 0), *((0, 0) for _ in channels)))
+    documents = jnp.pad(document_index(segment_ids), ((0, 0), (width - 1, 0)))
+    padded = _behind(initial_tail, inputs, width).astype(wide)
     total = taps[-1].astype(wide)[None, None] * padded[:, width - 1 :]
     for tap in range(width - 1):
         is_same = documents[:, tap : tap + length] == documents[:, width - 1 :]
         earlier = jnp.where(is_same.reshape(*is_same.shape, *channels), padded[:, tap : tap + length], 0)
         total = total + taps[tap].astype(wide)[None, None] * earlier
     return jax.nn.silu(total).astype(inputs.dtype)
+
+
+def convolution_tail(
+    inputs: Float[Array, "B S ..."],
+    segment_ids: Int[Array, "B S"],
+    width: int,
+    *,
+    initial_tail: Float[Array, "B T ..."] | None = None,
+) -> Float[Array, "B T ..."]:
+    """The `width - 1` inputs that `short_convolution` needs to go on behind this row, zero where another document's.
+
+    `initial_tail` is the one this row began with.
+    """
+    documents = jnp.pad(document_index(segment_ids), ((0, 0), (width - 1, 0)))
+    is_last = documents[:, inputs.shape[1] :] == documents[:, -1:]
+    tail = _behind(initial_tail, inputs, width)[:, inputs.shape[1] :]
+    return jnp.where(is_last.reshape(*is_last.shape, *(1,) * (inputs.ndim - 2)), tail, 0)
+
+
+def _behind(tail: jax.Array | None, inputs: jax.Array, width: int) -> jax.Array:
+    """`inputs` with the tail, or zeros, in front: [B, W - 1 + S, ...]."""
+    if tail is None:
+        return jnp.pad(inputs, ((0, 0), (width - 1, 0), *((0, 0) for _ in inputs.shape[2:])))
+    return jnp.concatenate([tail.astype(inputs.dtype), inputs], axis=1)
 
 
 def decay_gate(

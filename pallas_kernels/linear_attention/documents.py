@@ -1,12 +1,13 @@
-"""What every form of the delta rule shares: numbers of documents, the state a row starts with, common dtypes."""
+"""What every form of the delta rule shares: documents, the state a row starts with, common dtypes, groups of heads."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import launcher
 
 
 def document_starts(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S"]:
@@ -42,6 +43,9 @@ def starting_state(
         state = jnp.zeros((batch, heads, key_width, value.shape[-1]), wide_dtype(*arrays))
     else:
         state = initial_state.astype(wide_dtype(*arrays, initial_state))
-    varying = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
-    missing = tuple(sorted(varying - jax.typeof(state).manual_axis_type.varying))
-    return lax.pcast(state, missing, to="varying") if missing else state
+    return launcher.vary_together(state, *arrays)[0]
+
+
+def per_value_head(array: Float[Array, "B S G K"], heads: int) -> Float[Array, "B S H K"]:
+    """Each head of a query or key once for every value head it serves."""
+    return array if array.shape[2] == heads else jnp.repeat(array, heads // array.shape[2], axis=2)

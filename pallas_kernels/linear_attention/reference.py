@@ -1,4 +1,4 @@
-"""The delta rule with a decay per channel, token by token: the definition, and the form of small heads on a CPU."""
+"""The gated delta rule token by token: the definition, and the form of small heads on a CPU."""
 
 import functools
 
@@ -7,20 +7,22 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.linear_attention.documents import document_starts, starting_state
+from pallas_kernels.linear_attention.documents import document_starts, per_value_head, starting_state
 
 
 def delta_rule(
-    query: Float[Array, "B S H K"],
-    key: Float[Array, "B S H K"],
+    query: Float[Array, "B S G K"],
+    key: Float[Array, "B S G K"],
     value: Float[Array, "B S H V"],
-    log_decay: Float[Array, "B S H K"],
+    log_decay: Float[Array, "B S H K"] | Float[Array, "B S H"],
     beta: Float[Array, "B S H"],
     segment_ids: Int[Array, "B S"],
     *,
     initial_state: Float[Array, "B H K V"] | None = None,
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H K V"]]:
     """See `api.delta_rule`."""
+    query, key = (per_value_head(array, value.shape[2]) for array in (query, key))
+    log_decay = log_decay if log_decay.ndim == 4 else log_decay[..., None]
     state = starting_state(initial_state, query, value, key, log_decay, beta)
     einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 

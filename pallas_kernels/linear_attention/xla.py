@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.linear_attention.documents import document_index, starting_state
+from pallas_kernels.linear_attention.documents import document_index, per_value_head, starting_state
 
 TILE = 16
 """Rows whose pairs are taken one by one; larger blocks are matrix products."""
@@ -18,10 +18,10 @@ _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def delta_rule(
-    query: Float[Array, "B S H K"],
-    key: Float[Array, "B S H K"],
+    query: Float[Array, "B S G K"],
+    key: Float[Array, "B S G K"],
     value: Float[Array, "B S H V"],
-    log_decay: Float[Array, "B S H K"],
+    log_decay: Float[Array, "B S H K"] | Float[Array, "B S H"],
     beta: Float[Array, "B S H"],
     segment_ids: Int[Array, "B S"],
     *,
@@ -39,7 +39,8 @@ def delta_rule(
 
     Backward by automatic differentiation; what lives inside a chunk is computed again there.
     """
-    batch, length, heads, _ = query.shape
+    batch, length, heads, _ = value.shape
+    query, key = per_value_head(query, heads), per_value_head(key, heads)
     while chunk_tokens // 2 >= max(length, TILE):
         chunk_tokens //= 2
     num_chunks = -(-length // chunk_tokens)
@@ -85,7 +86,8 @@ def _inside_chunks(query, key, value, log_decay, beta, document, entering):
     neither value nor gradient of one document depends on another.
     """
     chunk_tokens, key_width = key.shape[1:]
-    products, from_start, to_end = _decayed_products(jnp.stack([query, key]), key, log_decay, document)
+    decayed_products = _decayed_products if log_decay.ndim == 3 else _scalar_decayed_products
+    products, from_start, to_end = decayed_products(jnp.stack([query, key]), key, log_decay, document)
     same_document = document[:, :, None] == document[:, None, :]
     products = jnp.where(same_document[None], products, 0)
     strictly_lower = jnp.asarray(np.tril(np.ones((chunk_tokens, chunk_tokens), bool), -1))
@@ -100,7 +102,7 @@ def _inside_chunks(query, key, value, log_decay, beta, document, entering):
     solved = _einsum("nij,njk->nik", inverse, solved)
     w, u = solved[..., :key_width], solved[..., key_width:]
     writing = jnp.where((document == last)[..., None], jnp.exp(to_end) * key, 0)
-    kept = jnp.where(entering == last, decay[:, -1], 0)
+    kept = jnp.where(entering == last, jnp.broadcast_to(decay[:, -1], (decay.shape[0], key_width)), 0)
     update = _einsum("nck,ncl->nkl", writing, solved)
     diagonal = kept[:, :, None] * jnp.eye(key_width, dtype=kept.dtype)[None]
     return reading, products[0], w, u, diagonal - update[..., :key_width], update[..., key_width:]
@@ -152,6 +154,30 @@ def _decayed_products(
         from_start.reshape(n, length, width),
         to_end.reshape(n, length, width),
     )
+
+
+def _scalar_decayed_products(
+    rows: Float[Array, "x n C K"],
+    columns: Float[Array, "n C K"],
+    log_decay: Float[Array, "n C"],
+    document: Int[Array, "n C"],
+) -> tuple[Float[Array, "x n C C"], Float[Array, "n C 1"], Float[Array, "n C 1"]]:
+    """`_decayed_products` of a decay that all channels share: it leaves the sum over channels.
+
+    Decays between two tokens are summed from the earlier one on: a difference of long sums would lose digits.
+    """
+    length = log_decay.shape[1]
+    same_document = document[:, :, None] == document[:, None, :]
+    earlier = jnp.asarray(np.tril(np.ones((1, length, length), bool), -1))
+    between = jnp.cumsum(jnp.where(earlier, log_decay[:, :, None], 0), axis=1)
+    # Masked before the exponential; later tokens are excluded by a product with zero, of finite numbers.
+    between = jnp.exp(jnp.where(same_document & earlier, between, 0))
+    not_later = jnp.asarray(np.tril(np.ones((1, length, length), bool)), between.dtype)
+    products = _einsum("xnik,njk->xnij", rows, columns) * (between * not_later)[None]
+    weights = jnp.where(same_document, not_later, 0)
+    from_start = _einsum("nij,nj->ni", weights, log_decay)
+    to_end = _einsum("nji,nj->ni", jnp.where(earlier, weights, 0), log_decay)
+    return products, from_start[..., None], to_end[..., None]
 
 
 def _unit_lower_inverse(lower: Float[Array, "n C C"]) -> Float[Array, "n C C"]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.linear_attention.api import decay_gate, l2_normalise, short_convolution
+from pallas_kernels.linear_attention.api import convolution_tail, decay_gate, l2_normalise, short_convolution
 
 SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 3, 3, 3, 4, 4, 0], [1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 0, 0]], np.int32)
 
@@ -30,6 +30,33 @@ def test_the_convolution_equals_a_loop_in_numpy(width):
     with jax.enable_x64(True):
         found = np.asarray(jax.jit(short_convolution)(inputs, taps, SEGMENTS))
     np.testing.assert_allclose(found, looped_convolution(inputs, taps, SEGMENTS), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 5, 6, 11])
+def test_a_row_cut_in_two_gives_the_convolution_of_the_whole(cut):
+    random = np.random.default_rng(cut)
+    inputs, taps = random.normal(size=(*SEGMENTS.shape, 3)), random.normal(size=(4, 3))
+
+    def loss(inputs, taps, pieces):
+        outputs, tail, start = [], None, 0
+        for end in pieces:
+            piece, ids = inputs[:, start:end], jnp.asarray(SEGMENTS[:, start:end])
+            if tail is not None:  # of another document if one starts here
+                goes_on = SEGMENTS[:, start] == SEGMENTS[:, start - 1]
+                tail = jnp.where(jnp.asarray(goes_on)[:, None, None], tail, 0)
+            outputs.append(short_convolution(piece, taps, ids, initial_tail=tail))
+            tail, start = convolution_tail(piece, ids, len(taps), initial_tail=tail), end
+        output = jnp.concatenate(outputs, axis=1)
+        return jnp.vdot(output, jnp.asarray(random.permutation(output.size).reshape(output.shape) * 1.0)), output
+
+    with jax.enable_x64(True):
+        arrays = jnp.asarray(inputs), jnp.asarray(taps)
+        length, results = SEGMENTS.shape[1], []
+        for pieces in ((length,), (cut, length)):
+            random = np.random.default_rng(9)
+            results.append(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(*arrays, pieces))
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_the_first_tokens_of_a_document_see_nothing_of_the_one_before():

@@ -29,13 +29,15 @@ def segments(length: int) -> np.ndarray:
     return ids
 
 
-def inputs(length: int, decay: str = "mixed", dtype=np.float64) -> tuple[list[np.ndarray], np.ndarray]:
+def inputs(
+    length: int, decay: str = "mixed", dtype=np.float64, *, key_heads: int = 2, is_scalar: bool = False
+) -> tuple[list[np.ndarray], np.ndarray]:
     random = np.random.default_rng(length)
     rows, heads, key_width, value_width = len(DOCUMENTS), 2, 3, 5
-    query, key = random.normal(size=(2, rows, length, heads, key_width))
+    query, key = random.normal(size=(2, rows, length, key_heads, key_width))
     key /= np.linalg.norm(key, axis=-1, keepdims=True)
     value = random.normal(size=(rows, length, heads, value_width))
-    log_decay = DECAYS[decay](random, (rows, length, heads, key_width))
+    log_decay = DECAYS[decay](random, (rows, length, heads) if is_scalar else (rows, length, heads, key_width))
     beta = random.uniform(0.2, 1, (rows, length, heads))
     state = random.normal(size=(rows, heads, key_width, value_width))
     return [array.astype(dtype) for array in (query, key, value, log_decay, beta, state)], segments(length)
@@ -83,6 +85,33 @@ def test_chunks_equal_the_recurrence_in_values_and_gradients(length, chunk_token
                 assert error < 1e-10, (decay, name)
 
 
+@pytest.mark.parametrize(("length", "chunk_tokens"), [(1, 64), (65, 16), (130, 64)])
+def test_chunks_equal_the_recurrence_with_one_decay_a_head_and_shared_keys(length, chunk_tokens):
+    with jax.enable_x64(True):
+        for decay in DECAYS:
+            arrays, segment_ids = inputs(length, decay, key_heads=1, is_scalar=True)
+            expected = evaluate("reference", arrays, segment_ids)
+            found = evaluate("xla", arrays, segment_ids, chunk_tokens)
+            for name, one, other in zip(("output", "state", *ARGUMENTS), found, expected, strict=True):
+                assert one.shape == other.shape
+                assert largest_error([one], [other]) < 1e-10, (decay, name)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_one_decay_a_head_is_that_decay_in_every_channel_and_a_shared_key_is_a_repeated_one(implementation):
+    with jax.enable_x64(True):
+        (query, key, value, log_decay, *others), segment_ids = inputs(65, key_heads=1, is_scalar=True)
+        spread = [np.repeat(array, 2, axis=2) for array in (query, key)]
+        spread += [value, np.repeat(log_decay[..., None], key.shape[-1], axis=-1), *others]
+        found = evaluate(implementation, [query, key, value, log_decay, *others], segment_ids)
+        expected = evaluate(implementation, spread, segment_ids)
+    for place in (2, 3):  # gradients of query and key
+        expected[place] = expected[place].sum(axis=2, keepdims=True)
+    expected[5] = expected[5].sum(axis=-1)
+    for name, one, other in zip(("output", "state", *ARGUMENTS), found, expected, strict=True):
+        assert largest_error([one], [other]) < 1e-12, name
+
+
 def test_the_recurrence_equals_a_loop_in_numpy():
     with jax.enable_x64(True):
         (query, key, value, log_decay, beta, state), segment_ids = inputs(65)
@@ -102,13 +131,15 @@ def test_the_recurrence_equals_a_loop_in_numpy():
             np.testing.assert_allclose(final_state[row, head], matrix, atol=1e-12)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_a_changed_document_moves_nothing_of_another(implementation):
+@pytest.mark.parametrize(
+    ("implementation", "is_scalar"), [("reference", False), ("reference", True), ("xla", False), ("xla", True)]
+)
+def test_a_changed_document_moves_nothing_of_another(implementation, is_scalar):
     """Rows change in their first document and in the state that enters it; later ones keep every bit."""
     with jax.enable_x64(True):
         for decay in DECAYS:
-            arrays, segment_ids = inputs(130, decay)
-            others, _ = inputs(130, "slow" if decay == "very fast" else "very fast")
+            arrays, segment_ids = inputs(130, decay, is_scalar=is_scalar)
+            others, _ = inputs(130, "slow" if decay == "very fast" else "very fast", is_scalar=is_scalar)
             first = segment_ids == 1
             changed = [
                 np.where(first.reshape(*first.shape, *[1] * (old.ndim - 2)), other + 1, old)
@@ -125,9 +156,10 @@ def test_a_changed_document_moves_nothing_of_another(implementation):
             assert (before[0] != after[0])[first].any()
 
 
-def test_single_precision_stays_finite_and_close_at_every_decay_speed():
+@pytest.mark.parametrize("is_scalar", [False, True])
+def test_single_precision_stays_finite_and_close_at_every_decay_speed(is_scalar):
     for decay in DECAYS:
-        arrays, segment_ids = inputs(130, decay, np.float32)
+        arrays, segment_ids = inputs(130, decay, np.float32, is_scalar=is_scalar)
         found = evaluate("xla", arrays, segment_ids)
         assert all(np.isfinite(array).all() for array in found)
         assert largest_error(found, evaluate("reference", arrays, segment_ids)) < 1e-4, decay
@@ -160,3 +192,10 @@ def test_a_chunk_that_is_no_power_of_two_times_a_tile_is_refused():
     for chunk_tokens in (8, 48):
         with pytest.raises(ValueError, match=f"chunk_tokens is {chunk_tokens}"):
             delta_rule(*arrays[:5], segment_ids, chunk_tokens=chunk_tokens)
+
+
+def test_value_heads_that_key_heads_do_not_divide_are_refused():
+    (query, key, *others, _), segment_ids = inputs(15, dtype=np.float32)
+    query, key = (np.repeat(array, 3, axis=2) for array in (query, key))
+    with pytest.raises(ValueError, match="2 heads, no multiple of the 6"):
+        delta_rule(*map(jnp.asarray, (query, key, *others)), jnp.asarray(segment_ids))

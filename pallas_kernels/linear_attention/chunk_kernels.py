@@ -1,0 +1,506 @@
+"""Kernels of the gated delta rule over chunks of 64 tokens, in Pallas for Triton; letters as in `xla.delta_rule`.
+
+Decays between two tokens of a chunk are never formed pair by pair nor as a quotient of far sums. With s the highest bit
+in which the numbers of a pair of tokens differ, the pair lies in the late and early half of a block of 2 s tokens: the
+late one decays from the middle on, the early one up to the middle, so both factors are at most 1 whatever the decay,
+and one matrix product a size s = 32, 16, ..., 1 gives all pairs. Sizes below 16 are one product for late tokens which
+decay by no more than 2^-110 since the first of their tile (or document in it), as all do with a gate bounded by -5:
+they decay from it on, early ones grow back to it. That is decided by a token's past alone, lest a later one move its
+last digits; chunks in which every token passes skip the sizes. One decay a head needs a single product.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+CHUNK = 64
+CHUNK_BITS = 6
+TILE, TILE_BITS = 16, 4
+DEEPEST = 110.0  # base 2: leaves 2^17 of what float32 and bfloat16 reach
+LOG2_E = math.log2(math.e)
+
+
+def _dot(a, b, *, transpose_a: bool = False, transpose_b: bool = False):
+    """Matrix product summed in float32."""
+    contracting = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
+    return lax.dot_general(a, b, (contracting, ((), ())), preferred_element_type=jnp.float32)
+
+
+def _parts(array, dtype, count: int):
+    """`array` in float32 as a sum of `count` arrays of a narrower dtype."""
+    parts = []
+    for _ in range(count):
+        parts.append(array.astype(dtype))
+        array = array - parts[-1].astype(jnp.float32)
+    return parts
+
+
+def _wide_dot(a, b, interpret: bool):
+    """Product of float32 matrices in TensorFloat-32, which keeps four times the digits of bfloat16."""
+    precision = None if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32
+    return lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _masked_sums(mask, array, dtype):
+    """Sums over the rows that the mask names, to float32: [C, C], [C, K or 1] -> the same."""
+    if array.shape[1] == 1:
+        return jnp.sum(jnp.where(mask, array.reshape(1, -1), 0), axis=1)[:, None]
+    mask = mask.astype(jnp.float32).astype(dtype)
+    return functools.reduce(jnp.add, [_dot(mask, part) for part in _parts(array, dtype, 3)])
+
+
+class _Pairs:
+    """Masks of a chunk's tokens and of their pairs, from as few numbers as possible: registers are scarce."""
+
+    def __init__(self, first_ref, last_ref):
+        self.row = lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 0)
+        self.column = lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1)
+        self.first, self.last = first_ref[...][:, None], last_ref[...][:, None]
+        # The entering state is seen before the first boundary only; the last document alone is carried on.
+        self.seen, self.writing = self.first < 0, self.last == CHUNK - 1
+        self.is_kept = first_ref[CHUNK - 1] < 0
+        self.is_end = lax.broadcasted_iota(jnp.int32, (CHUNK, 1), 0) == CHUNK - 1
+
+    def earlier(self):
+        """The column's token lies before the row's, in its document."""
+        return (self.column < self.row) & (self.column >= self.first)
+
+    def not_later(self):
+        return (self.column <= self.row) & (self.column >= self.first)
+
+    def later(self):
+        return (self.column > self.row) & (self.column <= self.last)
+
+    def not_earlier(self):
+        return (self.column >= self.row) & (self.column <= self.last)
+
+    def same(self):
+        return self.row == self.column
+
+    def differing_bits(self):
+        return self.row ^ self.column
+
+
+def _exp2(array, interpret: bool):
+    """2^array by one instruction, which takes numbers under 2^-126 for zero."""
+    if interpret:
+        return jnp.exp2(array)
+    shape = jax.ShapeDtypeStruct(array.shape, array.dtype)
+    asm, constraints = "ex2.approx.ftz.f32 $0, $1;", "=f,f"
+    return plt.elementwise_inline_asm(asm, args=[array], constraints=constraints, pack=1, result_shape_dtypes=[shape])[
+        0
+    ]
+
+
+def _multiply_add(one, other, addend, interpret: bool):
+    """`one * other + addend`, rounded once: XLA forbids its compiler to fuse the two."""
+    if interpret:
+        return one * other + addend
+    arrays = [jnp.broadcast_to(array, addend.shape) for array in (one, other, addend)]
+    shape = jax.ShapeDtypeStruct(addend.shape, addend.dtype)
+    asm, constraints = "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"
+    return plt.elementwise_inline_asm(asm, args=arrays, constraints=constraints, pack=1, result_shape_dtypes=[shape])[0]
+
+
+def _barrier(interpret: bool):
+    if not interpret:
+        plt.debug_barrier()
+
+
+def _sums_and_end(sums_ref, columns, pairs):
+    """Of some columns, or of all as one: [C, K or 1] and the last row [1, K or 1]."""
+    if sums_ref.ndim == 2:
+        return sums_ref[:, columns], sums_ref[CHUNK - 1, columns][None]
+    sums = sums_ref[...][:, None]
+    return sums, jnp.sum(jnp.where(pairs.is_end, sums, 0), axis=0)[None]
+
+
+class _Decay:
+    """Factors between the tokens of pairs, from the sums of one decay a channel."""
+
+    def __init__(self, sums_ref, first_ref, interpret: bool):
+        self.sums_ref, self.exp2 = sums_ref, functools.partial(_exp2, interpret=interpret)
+        self.token = lax.broadcasted_iota(jnp.int32, (CHUNK,), 0)
+        self.tile_start = jnp.maximum(self.token >> TILE_BITS << TILE_BITS, first_ref[...])
+
+    def halves(self, sums, columns, size):
+        """Of each token from, or up to, the middle of its block of `2 size` tokens."""
+        middle = self.sums_ref[(self.token | (2 * size - 1)) - size, columns]
+        return self.exp2(-jnp.abs(sums - middle))
+
+    def in_tile(self, sums, columns):
+        """Of each late token from the first of its tile or document on, and of each early one back to it."""
+        depth = self.sums_ref[self.tile_start, columns] - sums
+        return self.exp2(-depth), self.exp2(jnp.minimum(depth, DEEPEST))
+
+    def deepen(self, columns, depth):
+        """The largest decay of each token since the first of its tile or document, base 2."""
+        return jnp.maximum(depth, jnp.max(self.sums_ref[self.tile_start, columns] - self.sums_ref[:, columns], axis=1))
+
+
+def _over_columns(ref, block: int, step: Callable, carry: Any = 0):
+    """`carry = step(columns, carry)` for the columns of `ref`, at most `block`, which registers hold, at a time."""
+    block = min(block, ref.shape[1])
+    return lax.fori_loop(0, ref.shape[1] // block, lambda index, carry: step(pl.ds(index * block, block), carry), carry)
+
+
+def _tiles_apart(size: int):
+    """[C, C]: the pair lies in the two halves of a block of `2 size` tokens; if under 16, in one tile of 16.
+
+    Spelt out in comparisons with constants, from which the compiler sees that 16 neighbours share a load.
+    """
+    row = lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 0)
+    column = lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1)
+
+    def within(token, start: int, length: int):
+        return (token >= start) & (token < start + length)
+
+    if size < TILE:
+        blocks = [within(row, start, TILE) & within(column, start, TILE) for start in range(0, CHUNK, TILE)]
+    else:
+        starts = range(0, CHUNK, 2 * size)
+        blocks = [within(row, start + size, size) & within(column, start, size) for start in starts]
+    return functools.reduce(jnp.logical_or, blocks)
+
+
+def _over_small_sizes(step, carry):
+    """`carry = step(size, carry)` for the sizes 8, 4, 2 and 1."""
+    size = lambda index: jnp.left_shift(jnp.int32(1), jnp.int32(TILE_BITS - 1) - index)  # noqa: E731
+    return lax.fori_loop(0, TILE_BITS, lambda index, carry: step(size(index), carry), carry)
+
+
+def _between(sums, mask, interpret: bool):
+    """Decay between the tokens of the pairs in the mask, one a head: [C, 1] -> [C, C]; 1 elsewhere."""
+    return _exp2(jnp.where(mask, sums - sums.reshape(1, -1), 0), interpret)
+
+
+def _unit_lower_inverse(lower, pairs: _Pairs, interpret: bool):
+    """`(I + lower)^-1` by blocks of doubled size; see `xla`."""
+    differing = pairs.differing_bits()
+    inverse = jnp.where(pairs.same(), 1.0, jnp.where(differing == 1, -lower, 0.0))
+
+    def double(size, inverse):
+        corner = jnp.where((differing >= size) & (differing < 2 * size), lower, 0.0)
+        return inverse - _wide_dot(_wide_dot(inverse, corner, interpret), inverse, interpret)
+
+    return lax.fori_loop(1, CHUNK_BITS, lambda bit, inverse: double(jnp.left_shift(1, bit), inverse), inverse)
+
+
+def _pairs(
+    query_ref, key_ref, decay_ref, beta_ref, first_ref, last_ref, products_ref, inverse_ref, sums_ref, depth_ref,
+    *, block, interpret,
+):  # fmt: skip
+    dtype = query_ref.dtype
+    pairs = _Pairs(first_ref, last_ref)
+    beta = beta_ref[...][:, None]
+    if decay_ref.ndim == 1:
+        depth_ref[...] = jnp.zeros((CHUNK,), jnp.float32)
+        sums = _masked_sums(pairs.not_later(), decay_ref[...][:, None] * LOG2_E, dtype)
+        sums_ref[...] = sums.reshape(-1)
+        between = _between(sums, pairs.earlier(), interpret)
+        products = _dot(query_ref[...], key_ref[...], transpose_b=True) * between
+        lower = _dot(key_ref[...], key_ref[...], transpose_b=True) * between
+    else:
+
+        def add_up(columns, least):
+            decays = decay_ref[:, columns] * LOG2_E
+            sums_ref[:, columns] = _masked_sums(pairs.not_later(), decays, dtype)
+            return jnp.minimum(least, jnp.min(decays))
+
+        is_steep = _over_columns(sums_ref, block, add_up, 0.0) < -DEEPEST / (TILE - 1)
+        _barrier(interpret)  # rows of other threads are read back
+        decay = _Decay(sums_ref, first_ref, interpret)
+
+        def add_products(factors, closer, products_and_lower):
+            """Replaces the products of the pairs that `closer` names."""
+
+            def add_columns(columns, total):
+                products, lower = total
+                late, early = factors(columns)
+                key, query = key_ref[:, columns].astype(jnp.float32), query_ref[:, columns].astype(jnp.float32)
+                decayed_key = (key * early).astype(dtype)
+                products += _dot((query * late).astype(dtype), decayed_key, transpose_b=True)
+                return products, lower + _dot((key * late).astype(dtype), decayed_key, transpose_b=True)
+
+            added = _over_columns(sums_ref, block, add_columns, (zeros, zeros))
+            return tuple(jnp.where(closer, one, other) for one, other in zip(added, products_and_lower, strict=True))
+
+        def add_halves(size, products_and_lower):
+            is_closer = pairs.differing_bits() < 2 * size
+            return add_products(
+                lambda columns: (decay.halves(sums_ref[:, columns], columns, size),) * 2, is_closer, products_and_lower
+            )
+
+        def add_tiles(products_and_lower, depth):
+            def factors(columns):
+                return decay.in_tile(sums_ref[:, columns], columns)
+
+            is_closer = (pairs.differing_bits() < TILE) & (depth <= DEEPEST)[:, None]
+            return *add_products(factors, is_closer, products_and_lower), depth
+
+        def add_small_sizes(products_and_lower):
+            depth = _over_columns(sums_ref, block, decay.deepen, jnp.zeros((CHUNK,), jnp.float32))
+            return add_tiles(_over_small_sizes(add_halves, products_and_lower), depth)
+
+        def skip_small_sizes(products_and_lower):
+            return add_tiles(products_and_lower, jnp.zeros((CHUNK,), jnp.float32))
+
+        zeros = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+        pair_products = zeros, zeros
+        for size in (32, 16):
+            pair_products = add_halves(size, pair_products)
+        products, lower, depth_ref[...] = lax.cond(is_steep, add_small_sizes, skip_small_sizes, pair_products)
+
+    def multiply(columns, total):
+        query, key = query_ref[:, columns].astype(jnp.float32), key_ref[:, columns].astype(jnp.float32)
+        return total + jnp.sum(query * key, axis=1)
+
+    itself = _over_columns(key_ref, block, multiply, jnp.zeros((CHUNK,), jnp.float32))[:, None]
+    products_ref[...] = jnp.where(pairs.earlier(), products, jnp.where(pairs.same(), itself, 0)).astype(dtype)
+    lower = jnp.where(pairs.earlier(), lower * beta, 0)
+    inverse_ref[...] = _unit_lower_inverse(lower, pairs, interpret).astype(dtype)
+
+
+def parts_of_tokens(
+    query_ref, key_ref, value_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref,
+    from_state_ref, from_value_ref, reading_ref, writing_ref, kept_ref,
+    *, block, interpret,
+):  # fmt: skip
+    dtype = value_ref.dtype
+    pairs = _Pairs(first_ref, last_ref)
+    beta = beta_ref[...][:, None]
+
+    def finish_keys(columns, _):
+        query, key = query_ref[:, columns].astype(jnp.float32), key_ref[:, columns].astype(jnp.float32)
+        sums, end = _sums_and_end(sums_ref, columns, pairs)
+        from_start = jnp.where(pairs.seen, _exp2(sums, interpret), 0)
+        reading_ref[:, columns] = (query * from_start).astype(dtype)
+        writing_ref[:, columns] = (key * jnp.where(pairs.writing, _exp2(end - sums, interpret), 0)).astype(dtype)
+        from_state_ref[:, columns] = _dot(inverse_ref[...], (beta * from_start * key).astype(dtype)).astype(dtype)
+        kept = jnp.where(pairs.is_kept, _exp2(end, interpret), 0)
+        if kept_ref.ndim == 1:
+            kept_ref[columns] = kept.reshape(-1)
+        else:
+            kept_ref[...] = kept.reshape(())
+        return 0
+
+    def finish_values(columns, _):
+        value = beta * value_ref[:, columns].astype(jnp.float32)
+        from_value_ref[:, columns] = _dot(inverse_ref[...], value.astype(dtype)).astype(dtype)
+        return 0
+
+    _over_columns(key_ref, block, finish_keys)
+    _over_columns(value_ref, block, finish_values)
+
+
+def _kept(kept_ref, chunk):
+    """How much of the state a chunk keeps, [K or 1, 1]."""
+    kept = kept_ref[chunk]
+    return kept if kept.ndim == 0 else kept[:, None]
+
+
+def prepare(
+    query_ref, key_ref, value_ref, decay_ref, beta_ref, first_ref, last_ref,
+    products_ref, inverse_ref, sums_ref, depth_ref, *parts_refs,
+    block, interpret,
+):  # fmt: skip
+    of_pairs = products_ref, inverse_ref, sums_ref, depth_ref
+    _pairs(query_ref, key_ref, decay_ref, beta_ref, first_ref, last_ref, *of_pairs, block=block, interpret=interpret)
+    _barrier(interpret)  # entries of other threads are read back
+    tokens = query_ref, key_ref, value_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref
+    parts_of_tokens(*tokens, *parts_refs, block=block, interpret=interpret)
+
+
+def scan(
+    from_state_ref, from_value_ref, reading_ref, writing_ref, kept_ref, products_ref, state_ref, *outputs,
+    keep_states, interpret,
+):  # fmt: skip
+    del interpret
+    dtype = from_value_ref.dtype
+
+    def step(chunk, state):
+        rows = pl.ds(chunk * CHUNK, CHUNK)
+        narrow = state.astype(dtype)
+        written = from_value_ref[rows, :].astype(jnp.float32) - _dot(from_state_ref[rows, :], narrow)
+        written = written.astype(dtype)
+        if keep_states:
+            states_ref, written_ref = outputs
+            states_ref[chunk] = narrow
+            written_ref[rows, :] = written
+        else:
+            output = _dot(reading_ref[rows, :], narrow) + _dot(products_ref[chunk], written)
+            outputs[0][rows, :] = output.astype(dtype)
+        return state * _kept(kept_ref, chunk) + _dot(writing_ref[rows, :], written, transpose_a=True)
+
+    state = lax.fori_loop(0, kept_ref.shape[0], step, state_ref[...])
+    if not keep_states:
+        outputs[1][...] = state
+
+
+def scan_back(
+    from_state_ref, reading_ref, writing_ref, kept_ref, products_ref, inverse_ref, output_gradient_ref,
+    last_gradient_ref, state_gradients_ref, solved_ref, first_gradient_ref,
+    *, interpret,
+):  # fmt: skip
+    del interpret
+    dtype, chunks = output_gradient_ref.dtype, kept_ref.shape[0]
+
+    def step(index, gradient):
+        chunk = chunks - 1 - index
+        rows = pl.ds(chunk * CHUNK, CHUNK)
+        narrow = gradient.astype(dtype)
+        state_gradients_ref[chunk] = narrow
+        output_gradient = output_gradient_ref[rows, :]
+        written = _dot(products_ref[chunk], output_gradient, transpose_a=True) + _dot(writing_ref[rows, :], narrow)
+        written = written.astype(dtype)
+        solved_ref[rows, :] = _dot(inverse_ref[chunk], written, transpose_a=True).astype(dtype)
+        read = _dot(reading_ref[rows, :], output_gradient, transpose_a=True)
+        return gradient * _kept(kept_ref, chunk) + (read - _dot(from_state_ref[rows, :], written, transpose_a=True))
+
+    first_gradient_ref[...] = lax.fori_loop(0, chunks, step, last_gradient_ref[...])
+
+
+def gradients(
+    query_ref, key_ref, value_ref, sums_ref, depth_ref, beta_ref, first_ref, last_ref, state_ref, state_gradient_ref,
+    written_ref, solved_ref, output_gradient_ref,
+    query_gradient_ref, key_gradient_ref, value_gradient_ref, decay_gradient_ref, beta_gradient_ref,
+    products_ref, lower_ref,
+    *, block, interpret,
+):  # fmt: skip
+    """With y = (I + L)^-T of the gradient of what the tokens write, v: dL = -y v^T, and (I + L)^-T dw = -y S^T."""
+    dtype = value_ref.dtype
+    pairs = _Pairs(first_ref, last_ref)
+    beta = beta_ref[...][:, None]
+    is_scalar = sums_ref.ndim == 1
+
+    def finish_values(columns, gradient):
+        solved = solved_ref[:, columns].astype(jnp.float32)
+        value_gradient_ref[:, columns] = (beta * solved).astype(dtype)
+        return gradient + jnp.sum(solved * value_ref[:, columns].astype(jnp.float32), axis=1)
+
+    beta_gradient = _over_columns(value_ref, block, finish_values, jnp.zeros((CHUNK,), jnp.float32))
+
+    # Gradients of P and of L where a pair counts; through memory, since a product's result is never transposed.
+    products = _dot(output_gradient_ref[...], written_ref[...], transpose_b=True)
+    lower = -_dot(solved_ref[...], written_ref[...], transpose_b=True)
+    if is_scalar:
+        between = _between(sums_ref[...][:, None], pairs.earlier(), interpret)
+        products, lower = products * between, lower * between
+    products_ref[...] = jnp.where(pairs.earlier(), products, 0).astype(dtype)
+    lower_ref[...] = jnp.where(pairs.earlier(), lower, 0).astype(dtype)
+    _barrier(interpret)  # entries of other threads are read back
+
+    def add_written(columns, total):
+        written = written_ref[:, columns].astype(jnp.float32)
+        return total + jnp.sum(output_gradient_ref[:, columns].astype(jnp.float32) * written, axis=1)
+
+    itself = _over_columns(value_ref, block, add_written, jnp.zeros((CHUNK,), jnp.float32))[:, None]
+    # For all blocks of columns, where the compiler keeps them in shared memory.
+    written, solved, output_gradient = written_ref[...], solved_ref[...], output_gradient_ref[...]
+    if is_scalar:
+        pair_matrices = [products_ref[...], lower_ref[...]]
+    else:
+        pair_matrices = {
+            size: [plt.load(ref.at[...], mask=_tiles_apart(size), other=0.0) for ref in (products_ref, lower_ref)]
+            for size in (32, 16, 1)
+        }
+
+    def finish_keys(columns, carry):
+        beta_gradient, scalar_sums_gradient = carry
+        sums, end = _sums_and_end(sums_ref, columns, pairs)
+        key, query = key_ref[:, columns].astype(jnp.float32), query_ref[:, columns].astype(jnp.float32)
+        # To the state that leaves.
+        state_gradient = state_gradient_ref[columns, :]
+        carried = jnp.sum(state_ref[columns, :].astype(jnp.float32) * state_gradient.astype(jnp.float32), axis=1)[None]
+        to_end = jnp.where(pairs.writing, _exp2(end - sums, interpret), 0)
+        key_gradient = to_end * _dot(written, state_gradient, transpose_b=True)
+        leaving = key * key_gradient
+        end_gradient = jnp.sum(leaving, axis=0)[None] + jnp.where(pairs.is_kept, _exp2(end, interpret), 0) * carried
+        sums_gradient = jnp.where(pairs.is_end, end_gradient, 0) - leaving
+        # From the state that enters.
+        from_start = jnp.where(pairs.seen, _exp2(sums, interpret), 0)
+        from_state = from_start * _dot(solved, state_ref[columns, :], transpose_b=True)
+        key_gradient -= beta * from_state
+        sums_gradient -= beta * key * from_state
+        query_gradient = from_start * _dot(output_gradient, state_ref[columns, :], transpose_b=True)
+        sums_gradient += query * query_gradient
+        # A token with itself does not decay.
+        query_gradient += itself * key
+        key_gradient += itself * query
+
+        def add_pairs(factors, matrices, gradients):
+            (late, early), (products, lower) = factors, matrices
+            query_gradient, key_gradient, sums_gradient, by_beta = gradients
+            # A pair adds the same number to the sum of its late token and takes it from that of its early one, to the
+            # last bit, so that the gradient of a decay which does not lie between them stays zero.
+            decayed_key, correcting_key = (key * early).astype(dtype), (key * (late * beta)).astype(dtype)
+            decayed_query = (query * late).astype(dtype)
+            by_query = _dot(products, decayed_key)
+            query_gradient = multiply_add(late, by_query, query_gradient)
+            sums_gradient = multiply_add(decayed_query.astype(jnp.float32), by_query, sums_gradient)
+            by_late_key = _dot(lower, decayed_key)
+            sums_gradient = multiply_add(correcting_key.astype(jnp.float32), by_late_key, sums_gradient)
+            by_late_key *= late
+            by_beta = multiply_add(key, by_late_key, by_beta)
+            key_gradient = multiply_add(beta, by_late_key, key_gradient)
+            by_early_key = _dot(products, decayed_query, transpose_a=True)
+            by_early_key += _dot(lower, correcting_key, transpose_a=True)
+            key_gradient = multiply_add(early, by_early_key, key_gradient)
+            sums_gradient = multiply_add(-decayed_key.astype(jnp.float32), by_early_key, sums_gradient)
+            return query_gradient, key_gradient, sums_gradient, by_beta
+
+        def add_small_size(size, gradients):
+            _barrier(interpret)  # lest the compiler load outside the loop and hold
+            is_at_size = (pairs.differing_bits() >= size) & (pairs.differing_bits() < 2 * size)
+            chosen = is_at_size & (depth_ref[...] > DEEPEST)[:, None]
+            products, lower = (
+                jnp.where(chosen, ref[...], jnp.zeros_like(ref[...])) for ref in (products_ref, lower_ref)
+            )
+            factors = decay.halves(sums, columns, size)
+            return add_pairs((factors, factors), (products, lower), gradients)
+
+        def add_all_small_sizes(gradients):
+            gradients = _over_small_sizes(add_small_size, gradients)
+            chosen = (depth_ref[...] <= DEEPEST)[:, None]
+            products, lower = (jnp.where(chosen, array, jnp.zeros_like(array)) for array in pair_matrices[1])
+            return add_pairs(decay.in_tile(sums, columns), (products, lower), gradients)
+
+        def add_tiles(gradients):
+            return add_pairs(decay.in_tile(sums, columns), pair_matrices[1], gradients)
+
+        multiply_add = functools.partial(_multiply_add, interpret=interpret)
+        by_beta = key * -from_state
+        gradients = query_gradient, key_gradient, sums_gradient, by_beta
+        if is_scalar:
+            ones = jnp.ones((CHUNK, 1), jnp.float32)
+            gradients = add_pairs((ones, ones), pair_matrices, gradients)
+        else:
+            decay = _Decay(sums_ref, first_ref, interpret)
+            for size in (32, 16):
+                factors = decay.halves(sums, columns, size)
+                gradients = add_pairs((factors, factors), pair_matrices[size], gradients)
+            is_steep = jnp.max(depth_ref[...]) > DEEPEST
+            gradients = lax.cond(is_steep, add_all_small_sizes, add_tiles, gradients)
+        query_gradient, key_gradient, sums_gradient, by_beta = gradients
+        beta_gradient += jnp.sum(by_beta, axis=1)
+        query_gradient_ref[:, columns] = query_gradient.astype(dtype)
+        key_gradient_ref[:, columns] = key_gradient.astype(dtype)
+        if is_scalar:
+            scalar_sums_gradient += jnp.sum(sums_gradient, axis=1)
+        else:
+            decay_gradient_ref[:, columns] = _masked_sums(pairs.not_earlier(), sums_gradient, dtype)
+        return beta_gradient, scalar_sums_gradient
+
+    beta_gradient, sums_gradient = _over_columns(
+        key_ref, block, finish_keys, (beta_gradient, jnp.zeros((CHUNK,), jnp.float32))
+    )
+    beta_gradient_ref[...] = beta_gradient
+    if is_scalar:
+        decay_gradient_ref[...] = _masked_sums(pairs.not_earlier(), sums_gradient[:, None], dtype).reshape(-1)

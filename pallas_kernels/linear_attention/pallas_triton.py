@@ -1,0 +1,343 @@
+"""The gated delta rule on NVIDIA GPUs, forward and backward, by the kernels of `chunk_kernels`.
+
+Each chunk by itself: `prepare` makes the matrices of pairs of tokens, inverts one, and makes what the tokens read from
+the state and write into it (`parts_of_tokens` does the latter again for the backward pass). `scan` carries the state
+over chunks and writes the output, or, for the backward pass, the states and what each token writes; `scan_back` carries
+the state's gradient from the last chunk to the first; `gradients`, each chunk by itself, finishes.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import launcher
+from pallas_kernels.linear_attention import chunk_kernels
+from pallas_kernels.linear_attention.chunk_kernels import CHUNK
+from pallas_kernels.linear_attention.documents import document_starts, per_value_head, starting_state
+
+WIDTHS = (64, 128)
+PLACES = 2**31
+
+
+class Settings(NamedTuple):
+    """How the kernels are launched; the defaults were the fastest on an H200."""
+
+    interpret: bool = False
+    prepare_warps: int = 4
+    prepare_columns: int = 64
+    parts_warps: int = 8
+    parts_columns: int = 128
+    scan_width: int = 32
+    scan_warps: int = 4
+    scan_stages: int = 3
+    gradient_warps: int = 4
+    gradient_columns: int = 32
+
+
+def reason_against(query: Float[Array, "B S G K"], value: Float[Array, "B S H V"]) -> str | None:
+    """Why these kernels cannot take such arrays; None if they can."""
+    if not launcher.is_hopper():
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if query.dtype != jnp.bfloat16 or value.dtype != jnp.bfloat16:
+        return f"needs bfloat16 queries, keys and values, got {query.dtype} and {value.dtype}"
+    widths = query.shape[3], value.shape[3]
+    if any(width not in WIDTHS for width in widths):
+        return f"needs key and value widths of {' or '.join(map(str, WIDTHS))}, got {widths[0]} and {widths[1]}"
+    if _num_pieces(query, value) is None:
+        return f"numbers places in 31 bits, too few for {query.shape[0] * query.shape[1]} tokens of one key head"
+    return None
+
+
+def _num_pieces(query: jax.Array, value: jax.Array) -> int | None:
+    """Into how many pieces to cut the heads so that no array has `PLACES` numbers or more; None if none are enough."""
+    tokens = query.shape[0] * -(-query.shape[1] // CHUNK) * CHUNK
+    places = tokens * value.shape[2] * max(query.shape[3], value.shape[3], query.shape[3] * value.shape[3] // CHUNK)
+    key_heads = query.shape[2]
+    return next((cut for cut in range(1, key_heads + 1) if key_heads % cut == 0 and places // cut < PLACES), None)
+
+
+def delta_rule(
+    query: Float[Array, "B S G K"],
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S H V"],
+    log_decay: Float[Array, "B S H K"] | Float[Array, "B S H"],
+    beta: Float[Array, "B S H"],
+    segment_ids: Int[Array, "B S"],
+    *,
+    initial_state: Float[Array, "B H K V"] | None = None,
+    settings: Settings = Settings(),  # noqa: B008  (immutable)
+) -> tuple[Float[Array, "B S H V"], Float[Array, "B H K V"]]:
+    """See `api.delta_rule`: query, key and value in bfloat16, the rest computed in float32.
+
+    Heads are taken in as many pieces as keep the places in an array within 31 bits.
+
+    Keeps its arguments for the backward pass, sums of the decays in their place, and two matrices [64, 64] a chunk.
+    """
+    length, heads = value.shape[1:3]
+    state = starting_state(initial_state, per_value_head(query, heads), value, key, log_decay, beta).astype(jnp.float32)
+    # The tail neither decays, writes nor starts a document.
+    tail = ((0, 0), (0, -length % CHUNK))
+
+    def filled(array: jax.Array) -> jax.Array:
+        return jnp.pad(array, (*tail, *((0, 0) for _ in array.shape[2:])))
+
+    wide = log_decay.astype(jnp.float32), beta.astype(jnp.float32)
+    tokens = [filled(array) for array in (query, key, value, *wide, document_starts(segment_ids))]
+    *arrays, starts, state = launcher.vary_together(*tokens, state)
+    first, last = _document_bounds(starts)
+    pieces = _num_pieces(query, value) or 1
+    cut = [*(jnp.split(array, pieces, axis=2) for array in arrays), jnp.split(state, pieces, axis=1)]
+    results: Any = [_delta_rule(settings, *tokens, first, last, state) for *tokens, state in zip(*cut, strict=True)]
+    outputs, states = zip(*results, strict=True)
+    return jnp.concatenate(outputs, axis=2)[:, :length], jnp.concatenate(states, axis=1)
+
+
+def _document_bounds(starts: Bool[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
+    """Place in its chunk of the first token of each token's document, -1 if in an earlier chunk; and of the last."""
+    starts = starts.reshape(starts.shape[0], -1, CHUNK)
+    place = jnp.arange(CHUNK, dtype=jnp.int32)[None, None]
+    first = lax.cummax(jnp.where(starts, place, -1), axis=2)
+    ends = jnp.pad(starts[..., 1:], ((0, 0), (0, 0), (0, 1)))
+    last = lax.cummin(jnp.where(ends, place, CHUNK - 1), axis=2, reverse=True)
+    return first.reshape(starts.shape[0], -1), last.reshape(starts.shape[0], -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _delta_rule(
+    settings: Settings, query, key, value, log_decay, beta, first, last, state
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(settings, query, key, value, log_decay, beta, first, last, state)[0]
+
+
+def _forward(settings, query, key, value, log_decay, beta, first, last, state):
+    call = _Calls(settings, query, value, log_decay)
+    products, inverse, sums, depth, parts = call.prepare(query, key, value, log_decay, beta, first, last)
+    results = call.scan(parts, products, state)
+    return results, (query, key, value, beta, first, last, state, products, inverse, sums, depth)
+
+
+def _backward(settings, saved, gradients):
+    query, key, value, beta, first, last, state, products, inverse, sums, depth = saved
+    output_gradient, state_gradient = gradients
+    call = _Calls(settings, query, value, sums)
+    parts = call.parts_of_tokens(query, key, value, inverse, sums, beta, first, last)
+    states, written = call.scan(parts, products, state, keep_states=True)
+    state_gradients, solved, initial_gradient = call.scan_back(
+        parts, products, inverse, output_gradient, state_gradient
+    )
+    query_gradient, key_gradient, value_gradient, decay_gradient, beta_gradient = call.gradients(
+        query, key, value, sums, depth, beta, first, last, states, state_gradients, written, solved, output_gradient
+    )
+    query_gradient, key_gradient = (_sum_groups(array, query) for array in (query_gradient, key_gradient))
+    return query_gradient, key_gradient, value_gradient, decay_gradient, beta_gradient, None, None, initial_gradient
+
+
+_delta_rule.defvjp(_forward, _backward)
+
+
+def _sum_groups(gradient: jax.Array, like: jax.Array) -> jax.Array:
+    """[B, S, H, K] -> [B, S, G, K]: the sum over the value heads that a key head serves."""
+    if gradient.shape == like.shape:
+        return gradient
+    grouped = gradient.reshape(*like.shape[:3], -1, like.shape[3])
+    return jnp.sum(grouped, axis=3, dtype=jnp.float32).astype(like.dtype)
+
+
+class _Parts(NamedTuple):
+    """What a chunk's tokens read and write; letters as in `xla.delta_rule`."""
+
+    from_state: jax.Array  # w: (I + L)^-1 beta exp(G) key
+    from_value: jax.Array  # u: (I + L)^-1 beta value
+    reading: jax.Array  # exp(G) query
+    writing: jax.Array  # r: exp(G_C - G) key
+    kept: jax.Array  # exp(G_C)
+
+
+class _Calls:
+    """The kernels' launches for arrays of given shapes."""
+
+    def __init__(self, settings: Settings, query: jax.Array, value: jax.Array, log_decay: jax.Array):
+        self.settings, self.dtype = settings, value.dtype
+        self.batch, self.length, self.heads, self.value_width = value.shape
+        self.key_width, self.group = query.shape[3], self.heads // query.shape[2]
+        self.chunks = self.length // CHUNK
+        self.decay_width = log_decay.shape[3:]
+        self.manual_axis_type = jax.typeof(query).manual_axis_type
+
+    def shape(self, *shape: int, dtype=None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype or self.dtype, manual_axis_type=self.manual_axis_type)
+
+    def tokens(self, *width: int, dtype=None) -> jax.ShapeDtypeStruct:
+        return self.shape(self.batch, self.length, self.heads, *width, dtype=dtype)
+
+    def of_chunks(self, *shape: int, dtype=None) -> jax.ShapeDtypeStruct:
+        return self.shape(self.batch, self.chunks, self.heads, *shape, dtype=dtype)
+
+    def call(self, kernel, grid, in_specs, out_specs, out_shape, *, warps: int, stages: int = 1, **options):
+        return pl.pallas_call(
+            functools.partial(kernel, interpret=self.settings.interpret, **options),
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            out_shape=out_shape,
+            compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+            interpret=self.settings.interpret,
+            name=kernel.__name__,
+        )
+
+    def chunk_specs(self):
+        """Blocks of one chunk and head; the grid is [heads, chunks, rows]: neighbouring heads share memory pages."""
+        group = self.group
+
+        def token(*width: int, group: int = 1) -> pl.BlockSpec:
+            zeros = (0,) * len(width)
+            return pl.BlockSpec((None, CHUNK, None, *width), lambda h, n, b: (b, n, h // group, *zeros))
+
+        def chunk(*shape: int) -> pl.BlockSpec:
+            zeros = (0,) * len(shape)
+            return pl.BlockSpec((None, None, None, *shape), lambda h, n, b: (b, n, h, *zeros))
+
+        keys = token(self.key_width, group=group)
+        bounds = pl.BlockSpec((None, CHUNK), lambda h, n, b: (b, n))
+        return token, chunk, keys, bounds
+
+    def parts_shapes(self):
+        token, chunk, _, _ = self.chunk_specs()
+        width, values = self.key_width, self.value_width
+        keys, kept = token(width), chunk(*self.decay_width)
+        shapes = [self.tokens(width), self.tokens(values), self.tokens(width), self.tokens(width)]
+        kept_shape = self.of_chunks(*self.decay_width, dtype=jnp.float32)
+        return [keys, token(values), keys, keys, kept], [*shapes, kept_shape]
+
+    def prepare(self, query, key, value, log_decay, beta, first, last):
+        """P, (I + L)^-1, G, how deep tokens decay in their tiles; and the parts."""
+        token, chunk, keys, bounds = self.chunk_specs()
+        decay, square = token(*self.decay_width), chunk(CHUNK, CHUNK)
+        parts_specs, parts_shapes = self.parts_shapes()
+        products, inverse, sums, depth, *parts = self.call(
+            chunk_kernels.prepare,
+            (self.heads, self.chunks, self.batch),
+            [keys, keys, token(self.value_width), decay, token(), bounds, bounds],
+            [square, square, decay, token(), *parts_specs],
+            [
+                self.of_chunks(CHUNK, CHUNK),
+                self.of_chunks(CHUNK, CHUNK),
+                self.tokens(*self.decay_width, dtype=jnp.float32),
+                self.tokens(dtype=jnp.float32),
+                *parts_shapes,
+            ],
+            warps=self.settings.prepare_warps,
+            block=self.settings.prepare_columns,
+        )(query, key, value, log_decay, beta, first, last)
+        return products, inverse, sums, depth, _Parts(*parts)
+
+    def parts_of_tokens(self, query, key, value, inverse, sums, beta, first, last) -> _Parts:
+        token, chunk, keys, bounds = self.chunk_specs()
+        decay, square = token(*self.decay_width), chunk(CHUNK, CHUNK)
+        parts = self.call(
+            chunk_kernels.parts_of_tokens,
+            (self.heads, self.chunks, self.batch),
+            [keys, keys, token(self.value_width), square, decay, token(), bounds, bounds],
+            *self.parts_shapes(),
+            warps=self.settings.parts_warps,
+            block=self.settings.parts_columns,
+        )(query, key, value, inverse, sums, beta, first, last)
+        return _Parts(*parts)
+
+    def scan_specs(self):
+        """Blocks of one head and some value channels; the grid is [value blocks, heads, rows]."""
+        width = min(self.settings.scan_width, self.value_width)
+        grid = (self.value_width // width, self.heads, self.batch)
+        keys = pl.BlockSpec((None, self.length, None, self.key_width), lambda i, h, b: (b, 0, h, 0))
+        values = pl.BlockSpec((None, self.length, None, width), lambda i, h, b: (b, 0, h, i))
+        square = pl.BlockSpec((None, self.chunks, None, CHUNK, CHUNK), lambda i, h, b: (b, 0, h, 0, 0))
+        zeros = (0,) * len(self.decay_width)
+        kept = pl.BlockSpec((None, self.chunks, None, *self.decay_width), lambda i, h, b: (b, 0, h, *zeros))
+        state = pl.BlockSpec((None, None, self.key_width, width), lambda i, h, b: (b, h, 0, i))
+        states = pl.BlockSpec((None, self.chunks, None, self.key_width, width), lambda i, h, b: (b, 0, h, 0, i))
+        return grid, keys, values, square, kept, state, states
+
+    def scan(self, parts: _Parts, products: jax.Array, state: jax.Array, *, keep_states: bool = False):
+        """Output and last state; or the states that enter the chunks and what the tokens write."""
+        grid, keys, values, square, kept, one_state, states = self.scan_specs()
+        tokens = self.tokens(self.value_width)
+        last = self.shape(*state.shape, dtype=jnp.float32)
+        entering = self.of_chunks(self.key_width, self.value_width)
+        return self.call(
+            chunk_kernels.scan,
+            grid,
+            [keys, values, keys, keys, kept, square, one_state],
+            [states, values] if keep_states else [values, one_state],
+            [entering, tokens] if keep_states else [tokens, last],
+            keep_states=keep_states,
+            warps=self.settings.scan_warps,
+            stages=self.settings.scan_stages,
+        )(*parts, products, state)
+
+    def scan_back(self, parts: _Parts, products, inverse, output_gradient, state_gradient):
+        """Gradients of the states that leave the chunks, (I + L)^-T of those of what is written, of the first state."""
+        grid, keys, values, square, kept, one_state, states = self.scan_specs()
+        return self.call(
+            chunk_kernels.scan_back,
+            grid,
+            [keys, keys, keys, kept, square, square, values, one_state],
+            [states, values, one_state],
+            [
+                self.of_chunks(self.key_width, self.value_width),
+                self.tokens(self.value_width),
+                self.shape(*state_gradient.shape, dtype=jnp.float32),
+            ],
+            warps=self.settings.scan_warps,
+            stages=self.settings.scan_stages,
+        )(
+            parts.from_state,
+            parts.reading,
+            parts.writing,
+            parts.kept,
+            products,
+            inverse,
+            output_gradient,
+            state_gradient,
+        )
+
+    def gradients(self, query, key, value, sums, depth, beta, first, last, states, state_gradients, *of_values):
+        token, chunk, keys, bounds = self.chunk_specs()
+        width, values = self.key_width, token(self.value_width)
+        decay = token(*self.decay_width)
+        state, square = chunk(width, self.value_width), chunk(CHUNK, CHUNK)
+        *gradients, _, _ = self.call(
+            chunk_kernels.gradients,
+            (self.heads, self.chunks, self.batch),
+            [keys, keys, values, decay, token(), token(), bounds, bounds, state, state, values, values, values],
+            [token(width), token(width), values, decay, token(), square, square],
+            [
+                self.tokens(width),
+                self.tokens(width),
+                self.tokens(self.value_width),
+                self.tokens(*self.decay_width, dtype=jnp.float32),
+                self.tokens(dtype=jnp.float32),
+                self.of_chunks(CHUNK, CHUNK),
+                self.of_chunks(CHUNK, CHUNK),
+            ],
+            warps=self.settings.gradient_warps,
+            block=self.settings.gradient_columns,
+        )(
+            query,
+            key,
+            value,
+            sums,
+            depth,
+            beta,
+            first,
+            last,
+            states,
+            state_gradients,
+            *of_values,
+        )
+        return gradients

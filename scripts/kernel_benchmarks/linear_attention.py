@@ -1,0 +1,131 @@
+"""Delta rule: Kimi Delta Attention and Gated DeltaNet, one long row and packed documents, each kernel by itself."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.linear_attention import reference
+from pallas_kernels.linear_attention.api import delta_rule
+
+CASES = {  # tokens, value heads, key heads, one decay a channel, decay, tokens of each document
+    "KDA T32768 H32 strong decay": (32768, 32, 32, True, "strong", 32768),
+    "KDA T32768 H32 slow decay": (32768, 32, 32, True, "slow", 32768),
+    "KDA T32768 H32 unbounded decay": (32768, 32, 32, True, "unbounded", 32768),
+    "KDA T8192 H96 strong decay": (8192, 96, 96, True, "strong", 8192),
+    "KDA 8 documents of 4096 H32 strong decay": (32768, 32, 32, True, "strong", 4096),
+    "GDN T32768 H32 slow decay": (32768, 32, 32, False, "slow", 32768),
+    "GDN T32768 key heads 16, H32": (32768, 32, 16, False, "slow", 32768),
+    "KDA T4096 H32 strong decay": (4096, 32, 32, True, "strong", 4096),
+    "KDA T16384 H32 strong decay": (16384, 32, 32, True, "strong", 16384),
+    "KDA T65536 H32 strong decay": (65536, 32, 32, True, "strong", 65536),
+    "KDA T131072 H32 strong decay": (131072, 32, 32, True, "strong", 131072),
+    "KDA T262144 H32 strong decay": (262144, 32, 32, True, "strong", 262144),
+}
+WIDTH, CHUNK = 128, 64
+RESULTS = ("output", "state", "query", "key", "value", "log_decay", "beta", "initial_state")
+
+
+def draw(tokens, heads, key_heads, by_channel, decay, document, seed=0):
+    """(query, key, value, log decay, beta, segments, output gradient, initial state)."""
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jax.random.normal(next(keys), shape, jnp.float32).astype(dtype)
+
+    def unit(array):
+        wide = array.astype(jnp.float32)
+        return (wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)).astype(array.dtype)
+
+    query, key = (unit(normal(1, tokens, key_heads, WIDTH)) for _ in range(2))
+    raw = normal(1, tokens, heads, *([WIDTH] if by_channel else []), dtype=jnp.float32)
+    match decay:
+        case "strong":  # -2.5 a token in the mean, at least -5
+            log_decay = -5 * jax.nn.sigmoid(raw)
+        case "slow":  # decays by 0.9 to 0.999
+            log_decay = -jnp.minimum(jnp.exp(-4.6 + 1.1 * raw), 1)
+        case _:  # by up to e^-100 at once
+            log_decay = -jnp.exp(2 * raw)
+    beta = jax.nn.sigmoid(normal(1, tokens, heads, dtype=jnp.float32))
+    segments = jnp.arange(tokens, dtype=jnp.int32)[None] // document + 1
+    value, gradient = (normal(1, tokens, heads, WIDTH) for _ in range(2))
+    state = normal(1, heads, WIDTH, WIDTH, dtype=jnp.float32)
+    return query * jnp.bfloat16(WIDTH**-0.5), key, value, log_decay, beta, segments, gradient, state
+
+
+def forward(query, key, value, log_decay, beta, segments):
+    return delta_rule(query, key, value, log_decay, beta, segments, implementation="pallas")[0]
+
+
+def step(query, key, value, log_decay, beta, segments, gradient):
+    arrays = query, key, value, log_decay, beta
+    output, transpose = jax.vjp(lambda *arrays: forward(*arrays, segments), *arrays)
+    return output, transpose(gradient)
+
+
+def check(tokens, by_channel, key_heads, decay, document):
+    """Print relative errors of the results and of all gradients against the recurrence in float64."""
+    *arrays, segments, gradient, state = draw(tokens, 2, key_heads, by_channel, decay, document, seed=1)
+
+    def all_of(rule, gradient, *arrays):
+        rule = partial(rule, segment_ids=segments)
+        results, transpose = jax.vjp(lambda *arrays: rule(*arrays[:5], initial_state=arrays[5]), *arrays)
+        gradients = gradient.astype(results[0].dtype), arrays[5].astype(results[1].dtype)
+        return *results, *transpose(gradients)
+
+    got = jax.jit(partial(all_of, partial(delta_rule, implementation="pallas")))(gradient, *arrays, state)
+    with jax.enable_x64(True):
+        wide = [array.astype(jnp.float64) for array in (gradient, *arrays, state)]
+        want = jax.jit(partial(all_of, reference.delta_rule))(*wide)
+    errors = []
+    for name, result, expected in zip(RESULTS, got, want, strict=True):
+        result, expected = (np.asarray(array, np.float64) for array in (result, expected))
+        errors.append(f"{name} {np.linalg.norm(result - expected) / np.linalg.norm(expected):.1e}")
+    kind = "KDA" if by_channel else "GDN"
+    print(f"check {kind} T{tokens} {decay} decay, documents of {document}: {', '.join(errors)}", flush=True)
+
+
+def floors(tokens, heads, key_heads, by_channel):
+    """(FLOPs, bytes) of a forward pass and of forward and backward, every array read or written once."""
+    products = tokens * heads * WIDTH * 2
+    vectors = tokens * WIDTH * 2 * (2 * key_heads + heads)  # query, key and value in bfloat16
+    scalars = tokens * heads * 4 * ((WIDTH if by_channel else 1) + 1)
+    output = tokens * heads * WIDTH * 2
+    forward = products * (5 * CHUNK + 3 * WIDTH), vectors + scalars + output
+    backward = products * (14 * CHUNK + 8 * WIDTH), 2 * (vectors + scalars) + output
+    return forward, tuple(map(sum, zip(forward, backward, strict=True)))
+
+
+def compiled(case, part):
+    """The compiled function of a case; None if the kernels cannot take it."""
+    *arrays, gradient, _ = jax.eval_shape(partial(draw, *case))
+    try:
+        lowered = jax.jit(step).lower(*arrays, gradient) if part == "step" else jax.jit(forward).lower(*arrays)
+    except ValueError as error:
+        print(error)
+        return None
+    return lowered.compile()
+
+
+def run(only, median_seconds, report):
+    for length, by_channel, key_heads, decay, document in (
+        (200, True, 2, "strong", 200),
+        (500, True, 2, "strong", 60),
+        (500, True, 2, "slow", 500),
+        (500, True, 2, "unbounded", 130),
+        (500, False, 2, "strong", 60),
+        (500, False, 1, "slow", 500),
+    ):
+        check(length, by_channel, key_heads, decay, document)
+    cases = [(name, part) for name in CASES if only in name for part in ("forward", "step")]
+    with ThreadPoolExecutor() as pool:
+        functions = list(pool.map(lambda case: compiled(CASES[case[0]], case[1]), cases))
+    for (name, part), function in zip(cases, functions, strict=True):
+        *arrays, gradient, _ = draw(*CASES[name])
+        if part == "step":
+            arrays.append(gradient)
+        if function is not None:
+            floor = floors(*CASES[name][:4])[part == "step"]
+            report(f"{name} {part}", median_seconds(function, *arrays), *floor, function)

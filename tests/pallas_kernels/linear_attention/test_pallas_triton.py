@@ -1,0 +1,206 @@
+"""The GPU kernels of the delta rule against the recurrence: interpreted, compiled without a GPU, and on one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import launcher
+from pallas_kernels.linear_attention import pallas_triton, reference
+from pallas_kernels.linear_attention.api import delta_rule
+
+SETTINGS = pallas_triton.Settings(interpret=True, prepare_columns=8, parts_columns=8, gradient_columns=8, scan_width=8)
+NAMES = ("output", "state", "query", "key", "value", "log_decay", "beta", "initial_state")
+# Log decay of each token and channel: as bounded in Kimi-K3, hardly any, anything, and none or all at once.
+DECAYS = {
+    "bounded": lambda random, shape: -5 * random.uniform(0.2, 1, shape),
+    "slow": lambda random, shape: -0.05 * random.uniform(0, 1, shape),
+    "mixed": lambda random, shape: -np.exp(random.uniform(-9, 4.5, shape)),
+    "saturated": lambda random, shape: np.where(random.random(shape) < 0.5, 0.0, -1000.0),
+}
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+}
+platform_name: "CUDA" device_description_str: "NVIDIA H200"
+"""
+
+
+def draw(length, documents, decay="bounded", *, key_heads=2, by_channel=True, widths=(16, 16), seed=0):
+    """(query, key, value, log decay, beta, initial state), segments, and gradients of output and state."""
+    random = np.random.default_rng(seed)
+    heads, (key_width, value_width) = 2, widths
+    query, key = random.normal(size=(2, 1, length, key_heads, key_width))
+    query, key = (array / np.linalg.norm(array, axis=-1, keepdims=True) for array in (query, key))
+    value = random.normal(size=(1, length, heads, value_width))
+    log_decay = DECAYS[decay](random, (1, length, heads, key_width) if by_channel else (1, length, heads))
+    beta = random.uniform(0.2, 1, (1, length, heads))
+    state = random.normal(size=(1, heads, key_width, value_width))
+    gradients = random.normal(size=value.shape), random.normal(size=state.shape)
+    arrays = [jnp.asarray(array, jnp.bfloat16) for array in (query, key, value)]
+    arrays += [jnp.asarray(array, jnp.float32) for array in (log_decay, beta, state)]
+    segments = np.repeat(np.arange(1, len(documents) + 1), documents)[None, :length].astype(np.int32)
+    return arrays, segments, [jnp.asarray(gradient, jnp.bfloat16) for gradient in gradients]
+
+
+@functools.cache
+def run(rule):
+    """Jitted: results and gradients, in the order of NAMES."""
+
+    def evaluate(arrays, segments, gradients):
+        rule_of = lambda *arrays: rule(*arrays[:5], segments, initial_state=arrays[5])  # noqa: E731
+        results, transpose = jax.vjp(rule_of, *arrays)
+        return *results, *transpose(
+            tuple(gradient.astype(result.dtype) for gradient, result in zip(gradients, results, strict=True))
+        )
+
+    return jax.jit(evaluate)
+
+
+kernels = functools.partial(pallas_triton.delta_rule, settings=SETTINGS)
+
+
+def expected(arrays, segments, gradients):
+    with jax.enable_x64(True):
+        arrays, gradients = jax.tree.map(lambda array: jnp.asarray(np.asarray(array, np.float64)), (arrays, gradients))
+        return jax.tree.map(np.asarray, run(reference.delta_rule)(arrays, jnp.asarray(segments), gradients))
+
+
+def check(found, arrays, segments, gradients, tolerance):
+    for name, one, other in zip(NAMES, found, expected(arrays, segments, gradients), strict=True):
+        one = np.asarray(one, np.float64)
+        assert np.isfinite(one).all(), name
+        error = np.linalg.norm(one - other) / max(np.linalg.norm(other), 1e-30)
+        assert error < tolerance, (name, error)
+
+
+@pytest.mark.parametrize("is_scalar", [False, True])
+def test_interpreted_kernels_are_near_float64_in_results_and_all_gradients(is_scalar):
+    """Keys of 16 channels are nearly parallel, hence errors larger than those at 128 channels."""
+    for decay in DECAYS:
+        key_heads = 1 if is_scalar else 2
+        arguments = draw(130, [60, 5, 1, 64], decay, key_heads=key_heads, by_channel=not is_scalar, seed=3)
+        check(run(kernels)(*arguments), *arguments, tolerance=1e-2)
+
+
+def test_ragged_lengths_and_short_documents_are_near_float64():
+    for length, documents in ((1, [1]), (65, [1, 2, 3, 4, 5, 6, 7, 8, 9, 20])):
+        arguments = draw(length, documents, "mixed")
+        check(run(kernels)(*arguments), *arguments, tolerance=1e-2)
+
+
+def moved(before, after, tokens):
+    """Which results and gradients changed at the tokens."""
+    places = [0, *range(2, 7)]
+    return [
+        NAMES[place] for place in places if (np.asarray(before[place]) != np.asarray(after[place]))[:, tokens].any()
+    ]
+
+
+@pytest.mark.parametrize("is_scalar", [False, True])
+def test_no_bit_of_a_document_depends_on_another(is_scalar):
+    arrays, segments, gradients = draw(130, [60, 5, 1, 64], "bounded", by_channel=not is_scalar)
+    others, _, other_gradients = draw(130, [60, 5, 1, 64], "mixed", by_channel=not is_scalar, seed=1)
+    inside = segments[0] == 2
+    mixed = [
+        jnp.where(inside.reshape(1, -1, *[1] * (old.ndim - 2)), new, old)
+        for old, new in zip([*arrays[:5], gradients[0]], [*others[:5], other_gradients[0]], strict=True)
+    ]
+    before = run(kernels)(arrays, segments, gradients)
+    after = run(kernels)([*mixed[:5], arrays[5]], segments, [mixed[5], gradients[1]])
+    assert moved(before, after, ~inside) == []
+    assert moved(before, after, inside) == [NAMES[place] for place in (0, *range(2, 7))]
+
+
+def test_no_bit_of_the_output_depends_on_a_later_token():
+    arrays, segments, gradients = draw(130, [130])
+    before = run(kernels)(arrays, segments, gradients)[0]
+    for token in (37, 70):
+        changed = [array.at[:, token].multiply(2) for array in arrays[:5]]
+        after = run(kernels)([*changed, arrays[5]], segments, gradients)[0]
+        np.testing.assert_array_equal(before[:, :token], after[:, :token])
+        assert (before[:, token:] != after[:, token:]).any()
+
+
+def test_heads_taken_in_pieces_give_the_results_of_all_at_once(monkeypatch):
+    arguments = draw(65, [40, 25])
+    whole = run(kernels)(*arguments)
+    monkeypatch.setattr(pallas_triton, "PLACES", 65 * 2 * 16 + 1)
+    assert pallas_triton._num_pieces(arguments[0][0], arguments[0][2]) == 2
+    for one, other in zip(whole, run(functools.partial(kernels))(*arguments), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_the_kernels_cannot_take_is_said():
+    query = jnp.zeros((1, 64, 2, 128), jnp.bfloat16)
+    assert pallas_triton.reason_against(query, query) == "needs a Hopper GPU (compute capability 9.0)"
+    with launcher.simulated():
+        assert pallas_triton.reason_against(query, query) is None
+        wide = query.astype(jnp.float32)
+        assert "bfloat16 queries, keys and values, got float32" in pallas_triton.reason_against(wide, query)
+        assert "widths of 64 or 128, got 96 and 128" in pallas_triton.reason_against(query[..., :96], query)
+        reasons = []
+        jax.eval_shape(
+            lambda array: reasons.append(pallas_triton.reason_against(array, array)),
+            jax.ShapeDtypeStruct((1, 2**24, 32, 128), jnp.bfloat16),
+        )
+        assert "16777216 tokens of one key head" in reasons[0]
+    arrays, segments, _ = draw(16, [16])
+    with pytest.raises(ValueError, match="'pallas' of delta_rule needs a Hopper GPU"):
+        delta_rule(*arrays[:5], jnp.asarray(segments), implementation="pallas")
+
+
+def test_the_choice_of_the_plain_form_is_logged_once(caplog):
+    arrays, segments, _ = draw(16, [16])
+    launcher.log_once.cache_clear()
+    with caplog.at_level("INFO", logger="pallas_kernels"):
+        for _ in range(2):
+            delta_rule(*arrays[:5], jnp.asarray(segments))
+    assert [record.message for record in caplog.records] == [
+        "delta_rule: reference (pallas needs a Hopper GPU (compute capability 9.0))"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
+@pytest.mark.parametrize(("by_channel", "key_heads"), [(True, 2), (False, 1)])
+def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(by_channel, key_heads):
+    pytest.importorskip("jax_cuda13_plugin")
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2")
+    mesh = Mesh(np.array(topology.devices), ("data",))
+    arrays, segments, gradients = draw(128, [128], key_heads=key_heads, by_channel=by_channel, widths=(128, 128))
+    arguments = jax.tree.map(lambda array: jnp.repeat(jnp.asarray(array), 2, axis=0), (arrays, segments, gradients))
+    rule = functools.partial(delta_rule, implementation="pallas")
+    step = jax.shard_map(run(rule), mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), arguments)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = jax.jit(step).lower(*shapes).compile().as_text()
+    for kernel in ("prepare", "parts_of_tokens", "scan", "scan_back", "gradients"):
+        assert f'"{kernel}' in text or kernel in text
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
+@pytest.mark.parametrize("length", [1, 15, 64, 65, 1000])
+@pytest.mark.parametrize(("by_channel", "key_heads"), [(True, 2), (False, 1)])
+def test_results_on_a_gpu_are_near_float64_and_bitwise_repeatable(length, by_channel, key_heads):
+    rule = run(functools.partial(delta_rule, implementation="pallas"))
+    for decay in DECAYS:
+        documents = [3, 60, 1, length]
+        arguments = draw(length, documents, decay, key_heads=key_heads, by_channel=by_channel, widths=(128, 128))
+        found, again = (rule(*arguments) for _ in range(2))
+        check(found, *arguments, tolerance=8e-3)
+        for one, other in zip(found, again, strict=True):
+            np.testing.assert_array_equal(one, other)
