@@ -1,5 +1,6 @@
 """Mixture of experts: choosing and weighing experts per token, and the MLP of each row's expert."""
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import jax
@@ -8,11 +9,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels import launcher
 from pallas_kernels.gated_activation.api import Activation
-from pallas_kernels.moe import reference, xla
+from pallas_kernels.moe import hopper, reference, xla
 
 Scoring = Literal["sigmoid", "softmax"]
-Implementation = Literal["auto", "xla", "reference"]
+Implementation = Literal["auto", "pallas", "xla", "reference"]
 
 
 class Selection(NamedTuple):
@@ -98,17 +100,89 @@ def expert_mlp(
     activation: Activation,
     beta: float = 4.0,
     linear_beta: float = 25.0,
+    adapters: Mapping[str, tuple[Float[Array, "E _ Z"], Float[Array, "E Z _"]]] | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "N R"]:
     """Each row through the gated MLP of its expert.
 
         out[n] = activation(rows[n] @ gate[e], rows[n] @ up[e]) @ down[e],   e = expert[n]
 
+    `adapters` holds, for any of "gate", "up" and "down", factors (A, B) with which `x @ W[e]` becomes
+    `x @ W[e] + (x @ A[e]) @ B[e]`; weights that are not differentiated then cost no gradient.
+
     A row of expert -1 is an empty slot: it is not read, its output is 0 and it gives no gradient. Products and the
     activation accumulate in at least float32; hidden values and outputs have the dtype of `rows`. How rows spread over
     experts, none for some included, does not change the cost.
 
+    Raises:
+      ValueError: the named implementation cannot take these arguments; the message says why.
+
     Source: SiTU-GLU and routed experts, Kimi K3 technical report, arXiv:2607.24653, section 2.3.
     """
-    form = reference if implementation == "reference" else xla
-    return form.expert_mlp(rows, expert, gate, up, down, activation=activation, beta=beta, linear_beta=linear_beta)
+    settings = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
+    factors = adapters or {}
+    match _choose("expert_mlp", implementation, hopper.reason_against(rows, expert.size, gate)):
+        case "pallas":
+            return _run_kernels(settings, rows, expert[:, None], None, gate, up, down, factors)
+        case "xla":
+            return xla.expert_mlp(rows, expert, gate, up, down, **settings, adapters=factors)
+        case _:
+            return reference.expert_mlp(rows, expert, gate, up, down, **settings, adapters=factors)
+
+
+def routed_experts(
+    rows: Float[Array, "T R"],
+    index: Int32[Array, "T A"],
+    weight: Float[Array, "T A"],
+    gate: Float[Array, "E R F"],
+    up: Float[Array, "E R F"],
+    down: Float[Array, "E F R"],
+    *,
+    activation: Activation,
+    beta: float = 4.0,
+    linear_beta: float = 25.0,
+    adapters: Mapping[str, tuple[Float[Array, "E _ Z"], Float[Array, "E Z _"]]] | None = None,
+    implementation: Implementation = "auto",
+) -> Float[Array, "T R"]:
+    """The weighted sum of what each token's experts make of its row.
+
+        out[t] = sum_a weight[t, a] * (activation(rows[t] @ gate[e], rows[t] @ up[e]) @ down[e]),   e = index[t, a]
+
+    Choice -1 adds nothing. The sum runs in the order of the choices, in the dtype of `weight` (at least float32), which
+    is the result's; all else as in `expert_mlp`. The kernels' results are bitwise repeatable.
+
+    Raises:
+      ValueError: the named implementation cannot take these arguments; the message says why.
+
+    Source: Kimi K3 technical report, arXiv:2607.24653, section 2.3; router gradients without the experts' outputs:
+    SonicMoE, arXiv:2512.14080.
+    """
+    settings = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
+    factors = adapters or {}
+    chosen = _choose("routed_experts", implementation, hopper.reason_against(rows, index.size, gate, weight.dtype))
+    if chosen == "pallas":
+        return _run_kernels(settings, rows, index, weight, gate, up, down, factors)
+    # Copied first, so that the transpose sums a token's gradients in order instead of scattering them onto each other.
+    copies = jnp.broadcast_to(rows[:, None, :], (*index.shape, rows.shape[1])).reshape(index.size, -1)
+    form = xla if chosen == "xla" else reference
+    outputs = form.expert_mlp(copies, index.reshape(-1), gate, up, down, **settings, adapters=factors)
+    outputs = outputs.reshape(*index.shape, -1).astype(weight.dtype)
+    return jnp.einsum("ta,tar->tr", weight, outputs)
+
+
+def _run_kernels(settings, rows, index, weight, gate, up, down, adapters) -> jax.Array:
+    arrays = (rows, index, weight, gate, up, down, hopper.join_adapters(adapters))
+    leaves, structure = jax.tree.flatten(arrays)
+    return hopper.routed_experts(hopper.Options(**settings), *structure.unflatten(launcher.vary_together(*leaves)))
+
+
+def _choose(
+    operation: str, implementation: Implementation, reason: str | None
+) -> Literal["pallas", "xla", "reference"]:
+    """The implementation to use, where `reason` speaks against the kernels."""
+    if implementation == "auto":
+        launcher.log_once(f"{operation}: {'pallas' if reason is None else f'xla (pallas {reason})'}")
+        return "pallas" if reason is None else "xla"
+    if implementation == "pallas" and reason is not None:
+        raise ValueError(f"implementation 'pallas' of {operation} {reason}; 'auto' takes one that can")
+    return implementation

@@ -1,5 +1,7 @@
 """The experts' MLP over rows sorted into blocks of one expert each."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,7 @@ def expert_mlp(
     activation: Activation,
     beta: float,
     linear_beta: float,
+    adapters: Mapping[str, tuple[jax.Array, jax.Array]] | None = None,
 ) -> jax.Array:
     """See `api.expert_mlp`. Memory: N + E * block rows, and one copy of an expert's weights per block."""
     num_rows, num_experts = rows.shape[0], gate.shape[0]
@@ -49,15 +52,24 @@ def expert_mlp(
         return weight.astype(wide)[expert_of_block].astype(rows.dtype)
 
     blocks = rows.at[row].get(mode="fill", fill_value=0, unique_indices=True).reshape(num_blocks, block, -1)
+
+    def product(name: str, inputs: jax.Array, weight: jax.Array) -> jax.Array:
+        """[n, b, out] in at least float32."""
+        result = jnp.einsum("nbi,nio->nbo", inputs, weight_of_block(weight), preferred_element_type=wide)
+        for first, second in [adapters[name]] if adapters and name in adapters else []:
+            narrow = jnp.einsum("nbi,niz->nbz", inputs, weight_of_block(first), preferred_element_type=wide)
+            narrow = narrow.astype(rows.dtype)
+            result += jnp.einsum("nbz,nzo->nbo", narrow, weight_of_block(second), preferred_element_type=wide)
+        return result
+
     hidden = gated_activation(
-        jnp.einsum("nbr,nrf->nbf", blocks, weight_of_block(gate), preferred_element_type=wide),
-        jnp.einsum("nbr,nrf->nbf", blocks, weight_of_block(up), preferred_element_type=wide),
+        product("gate", blocks, gate),
+        product("up", blocks, up),
         kind=activation,
         beta=beta,
         linear_beta=linear_beta,
     ).astype(rows.dtype)
-    outputs = jnp.einsum("nbf,nfr->nbr", hidden, weight_of_block(down), preferred_element_type=wide)
-    outputs = outputs.astype(rows.dtype).reshape(num_slots, -1)
+    outputs = product("down", hidden, down).astype(rows.dtype).reshape(num_slots, -1)
     # Rows of no expert read beyond the slots: zero.
     outside = num_slots + jnp.arange(num_rows, dtype=jnp.int32)
     return outputs.at[jnp.where(is_filled, slot, outside)].get(mode="fill", fill_value=0, unique_indices=True)

@@ -1,0 +1,140 @@
+"""Launching kernels of Pallas Mosaic GPU: what differs between JAX releases, devices and a CPU that only simulates."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_is_simulated = ContextVar("is_simulated", default=False)
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[None]:
+    """Within: kernels traced run interpreted on a CPU, one block of the grid instead of one per multiprocessor."""
+    token = _is_simulated.set(True)
+    try:
+        yield
+    finally:
+        _is_simulated.reset(token)
+
+
+def is_hopper() -> bool:
+    """Whether kernels traced now will run on (or be compiled for) a Hopper GPU, or are simulated."""
+    if _is_simulated.get():
+        return True
+    if (abstract := jax.sharding.get_abstract_mesh().abstract_device) is not None:
+        return any(name in abstract.device_kind for name in ("H100", "H200", "H800", "GH200"))
+    return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+
+
+def num_multiprocessors() -> int:
+    """Multiprocessors of the device that kernels traced now will run on."""
+    if _is_simulated.get():
+        return 1
+    if (abstract := jax.sharding.get_abstract_mesh().abstract_device) is not None:
+        return abstract.num_cores
+    return jax.devices()[0].core_count
+
+
+def swizzled(shape: Sequence[int], dtype: Any) -> Any:
+    """A buffer in shared memory whose last two axes lie as tensor cores and bulk copies read them fastest."""
+    swizzle = min(128, shape[-1] * np.dtype(dtype).itemsize)
+    elements = swizzle // np.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def vary_together(*arrays: jax.Array) -> list[jax.Array]:
+    """The arrays, marked as varying over every mesh axis that one of them varies over. Their transposes sum over it."""
+    varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]
+    axes = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(array, tuple(sorted(axes - own)), to="varying") if axes - own else array
+        for array, own in zip(arrays, varying, strict=True)
+    ]
+
+
+@functools.cache
+def log_once(message: str) -> None:
+    """Log which implementation was taken, each message once a process."""
+    logging.getLogger("pallas_kernels").info(message)
+
+
+def launch(
+    body: Callable[..., None],
+    arguments: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    scratch: Mapping[str, Any],
+    name: str,
+    **mesh: Any,
+) -> Sequence[jax.Array]:
+    """Run `body(*arguments, *outputs, **scratch)` on refs. Outputs vary over the mesh axes that arguments vary over."""
+    interpret = None
+    if _is_simulated.get():
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        interpret = InterpretGPUParams(detect_races=False)
+    arguments = vary_together(*arguments)
+    body.__name__ = name
+    kernel = plgpu.kernel(
+        body,
+        out_type=list(outputs),
+        scratch_types=dict(scratch),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=512,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        **mesh,
+    )
+    # A kernel's outputs are not marked as varying.
+    return vary_together(*kernel(*arguments), arguments[0])[:-1]
+
+
+def draw(counter: Any, last: Any, drawn: Any, number: jax.Array) -> None:
+    """Write the next number of `counter` [], from 0 to `last` [1] and then 0 again, to shared memory `drawn`.
+
+    One thread does so for its warpgroup. A simulated grid has one block, whose draws are numbered by `number`.
+    """
+    if _is_simulated.get():
+        drawn[...] = number
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
+    def take_number(_, counter, last, drawn):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm
+
+        is_taking = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
+        instructions = (
+            "{ .reg .u32 limit, old; @$3 ld.global.u32 limit, [$1];"
+            " @$3 atom.global.inc.u32 old, [$0], limit; @$3 st.shared.u32 [$2], old; }"
+        )
+        operands = [utils.memref_ptr(ref) for ref in (counter, last, drawn)]
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [*operands, is_taking], instructions, "l,l,r,b", has_side_effects=True)
+
+    take_number(counter, last, drawn)  # pyright: ignore[reportCallIssue]
+
+
+def row_layout() -> Any:
+    """How a warpgroup holds one value for each row of a matrix product's result."""
+    return plgpu.Layout.WGMMA.reduce(1)
+
+
+def load(ref: Any, layout: Any, *, is_strided: bool = False) -> jax.Array:
+    """Read a ref into registers held as `layout`; `is_strided` where threads must read single values."""
+    if _is_simulated.get():
+        return ref[...]
+    index = (...,) if jax.__version_info__ < (0, 11) else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=not is_strided)

@@ -1,0 +1,275 @@
+"""The Hopper kernels of routed experts: simulated on a CPU, compiled without a GPU, and on a GPU."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import launcher
+from pallas_kernels.moe import hopper
+from pallas_kernels.moe.api import expert_mlp, routed_experts
+from pallas_kernels.moe.grouped import BLOCK, cut_tiles
+
+needs_simulation = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not end these simulations")
+
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  device_vendor: "NVIDIA Corporation" name: "NVIDIA H200"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 } device_description_str: "NVIDIA H200"
+"""
+
+
+def draw(index, num_experts, width, hidden, rank=0, seed=0):
+    """(rows, weight, gate, up, down, adapters), gradient of the result; all but weights of the router bfloat16."""
+    random = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(random.normal(size=shape) * shape[-2] ** -0.5, jnp.bfloat16)
+
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    weights = [normal(num_experts, *shape) for shape in shapes.values()]
+    adapters = {
+        name: (normal(num_experts, inputs, rank), normal(num_experts, rank, outputs))
+        for name, (inputs, outputs) in shapes.items()
+        if rank
+    }
+    rows = jnp.asarray(random.normal(size=(index.shape[0], width)), jnp.bfloat16)
+    weight = jnp.asarray(random.random(index.shape) + 0.1, jnp.float32)
+    gradient = jnp.asarray(random.normal(size=(index.shape[0], width)), jnp.bfloat16).astype(jnp.float32)
+    return (rows, weight, *weights, adapters), gradient
+
+
+def run(implementation, activation, index, arrays, gradient):
+    outputs, transpose = jax.vjp(
+        lambda rows, weight, gate, up, down, adapters: routed_experts(
+            rows,
+            index,
+            weight,
+            gate,
+            up,
+            down,
+            activation=activation,
+            adapters=adapters,
+            implementation=implementation,
+        ),
+        *arrays,
+    )
+    return outputs, transpose(gradient.astype(outputs.dtype))
+
+
+def assert_near_definition(got, index, arrays, gradient, activation, tolerance):
+    """Of weights and adapters, every expert relative to its own scale; exactly zero where it has no rows."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda array: jnp.asarray(np.asarray(array, np.float64)), (arrays, gradient))
+        want = jax.jit(partial(run, "reference", activation))(index, *wide)
+    for result, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        result, expected = np.asarray(result, np.float64), np.asarray(expected)
+        assert result.shape == expected.shape
+        axes = (1, 2) if result.ndim == 3 else None
+        error, scale = (np.linalg.norm(array, axis=axes) for array in (result - expected, expected))
+        assert np.all(error <= tolerance * scale), (result.shape, error, scale)
+
+
+def sizes_to_index(sizes, seed=0):
+    """[T, 2] int32: this many choices of each expert, in any order, and -1 for one choice."""
+    choices = np.repeat(np.arange(-1, len(sizes)), [1 + (1 + sum(sizes)) % 2, *sizes])
+    return jnp.asarray(np.random.default_rng(seed).permutation(choices).reshape(-1, 2), jnp.int32)
+
+
+@needs_simulation
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "activation", "rank"), [((65, 0, 1), "situ", 8), ((7, 64), "silu", 0)])
+def test_simulated_kernels_equal_the_definition(sizes, activation, rank):
+    index = sizes_to_index(sizes)
+    arrays, gradient = draw(index, len(sizes), 128, 128, rank)
+    with launcher.simulated():
+        got = run("pallas", activation, index, arrays, gradient)
+    assert_near_definition(got, index, arrays, gradient, activation, 8e-3)
+
+
+@needs_simulation
+@pytest.mark.slow
+def test_rows_of_one_expert_each_need_no_router_weights():
+    expert = jnp.asarray([1, -1, 0, 1, 1], jnp.int32)
+    (rows, _, *weights, _), _ = draw(expert[:, None], 2, 128, 128)
+    with launcher.simulated():
+        got = expert_mlp(rows, expert, *weights, activation="situ", implementation="pallas")
+    wide = [array.astype(jnp.float32) for array in (rows, *weights)]
+    want = expert_mlp(wide[0], expert, *wide[1:], activation="situ", implementation="reference")
+    assert got.dtype == jnp.bfloat16 and not np.any(np.asarray(got[1]))
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=2e-2 * float(jnp.max(jnp.abs(want))))
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(40, 3, 5), (200, 2, 7), (7, 1, 4)])
+def test_choices_lie_in_whole_blocks_of_their_expert_in_order(tokens, choices, experts):
+    index = np.random.default_rng(0).integers(-1, experts - 1, (tokens, choices)).astype(np.int32)
+    plan = jax.jit(hopper.plan, static_argnums=1)(jnp.asarray(index), experts)
+    blocks = -(-np.bincount(index[index >= 0], minlength=experts) // BLOCK)
+    np.testing.assert_array_equal(plan.num_blocks, blocks)
+    free = (np.cumsum(blocks) - blocks) * BLOCK
+    expected = np.full(plan.choice.shape, index.size)
+    for choice, expert in enumerate(index.reshape(-1)):
+        if expert < 0:
+            assert plan.slot.reshape(-1)[choice] >= plan.choice.size
+        else:
+            assert plan.slot.reshape(-1)[choice] == free[expert]
+            expected[free[expert]] = choice
+            free[expert] += 1
+    np.testing.assert_array_equal(plan.choice, expected)
+
+
+def test_tiles_cover_every_block_once_in_nearly_equal_heights():
+    blocks = np.array([5, 0, 1, 4, 0], np.int32)
+    tiles = cut_tiles(jnp.asarray(blocks), 12, 2)
+    count = int(tiles.num_tiles[0])
+    heights, experts = np.asarray(tiles.num_blocks[:count]), np.asarray(tiles.expert[:count])
+    np.testing.assert_array_equal(experts, [0, 0, 0, 2, 3, 3])
+    np.testing.assert_array_equal(heights, [1, 2, 2, 1, 2, 2])
+    np.testing.assert_array_equal(tiles.first_block[:count], np.cumsum(heights) - heights)
+    np.testing.assert_array_equal(tiles.first_tile[:count], [0, 0, 0, 3, 4, 4])
+
+
+@pytest.mark.parametrize("activation", ["situ", "silu"])
+def test_the_activation_and_its_derivatives_do_not_overflow(activation):
+    from pallas_kernels.gated_activation.api import gated_activation
+
+    options = hopper.Options(activation, 4.0, 25.0)
+    gate, up = (jnp.asarray(array, jnp.float32) for array in np.meshgrid(*[np.linspace(-300, 300, 121)] * 2))
+    got = jax.jit(lambda gate, up: hopper.activate_and_derive(gate, up, options))(gate, up)
+    value, transpose = jax.vjp(partial(gated_activation, kind=activation), gate, up)
+    for result, expected in zip(got, (value, *transpose(jnp.ones_like(value))), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-5 * float(jnp.max(jnp.abs(expected))))
+
+
+@pytest.mark.parametrize(
+    ("rows", "gate", "choices", "message"),
+    [
+        ((4, 128), (2, 128, 256), 8, None),
+        ((4, 120), (2, 120, 256), 8, "multiples of 128, got 120 and 256"),
+        ((4, 128), (896, 128, 256), 2**22, "896 experts times 4194304 choices"),
+    ],
+)
+def test_what_the_kernels_cannot_take_is_said(rows, gate, choices, message):
+    rows, gate = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (rows, gate))
+    with launcher.simulated():
+        reason = hopper.reason_against(rows, choices, gate)
+        assert reason is None if message is None else message in reason
+        wide = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
+        assert "bfloat16" in hopper.reason_against(wide, choices, gate)
+    assert "Hopper" in hopper.reason_against(rows, choices, gate)
+
+
+def test_a_named_implementation_that_cannot_run_is_an_error():
+    index = jnp.zeros((3, 2), jnp.int32)
+    (rows, weight, *weights, _), _ = draw(index, 2, 128, 128)
+    with pytest.raises(ValueError, match="'pallas' of routed_experts needs a Hopper GPU"):
+        routed_experts(rows, index, weight, *weights, activation="situ", implementation="pallas")
+    # Left to choose, it takes the plain form.
+    assert routed_experts(rows, index, weight, *weights, activation="situ").dtype == jnp.float32
+
+
+@pytest.mark.slow
+def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map_and_hold_no_buffer_per_expert_and_token():
+    pytest.importorskip("jax_cuda13_plugin")
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2")
+    mesh = Mesh(np.array(topology.devices), ("data",))
+    tokens, choices, experts, width, hidden = 2048, 4, 32, 256, 128
+    shapes = [(tokens, width), (tokens, choices), (experts, width, hidden), (experts, width, hidden)]
+    shapes += [(experts, hidden, width), (tokens, width)]
+    dtypes = [jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    split, whole = PartitionSpec("data"), PartitionSpec()
+    specs = [split, split, whole, whole, whole, split]
+
+    def step(index, *arrays):
+        outputs, gradients = run("pallas", "situ", index, (*arrays[:-1], {}), arrays[-1])
+        return outputs, *gradients[:-1]
+
+    step = jax.shard_map(step, mesh=mesh, in_specs=(split, *specs), out_specs=(split, *specs[:-1]), check_vma=True)
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in zip(shapes, dtypes, specs, strict=True)
+    ]
+    index = jax.ShapeDtypeStruct((tokens, choices), jnp.int32, sharding=NamedSharding(mesh, split))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(step).lower(index, *arrays).compile()
+    text = compiled.as_text()
+    for kernel in ("moe_up", "moe_down", "moe_down_backward", "moe_up_backward", "moe_up_weights", "moe_down_weights"):
+        assert f"{kernel}_mosaic_gpu" in text
+    # Nothing as large as a row for every expert of every token.
+    assert compiled.memory_analysis().temp_size_in_bytes < experts * tokens // 2 * width * 2
+
+
+@pytest.mark.slow
+def test_the_exchange_with_other_devices_compiles_around_the_kernels_and_adapters_cost_no_gradient_of_weights():
+    pytest.importorskip("jax_cuda13_plugin")
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from mmjax.axes import MESH_AXES
+    from mmjax.parallel.expert import exchange_experts
+    from mmjax.parallel.fsdp import make_varying
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2")
+    mesh = Mesh(np.array(topology.devices).reshape([2 if axis == "expert" else 1 for axis in MESH_AXES]), MESH_AXES)
+    index = jax.ShapeDtypeStruct((256, 2), jnp.int32)
+    (rows, _, *weights, adapters), gradient = jax.eval_shape(lambda: draw(index, 4, 128, 128, rank=8))
+
+    def step(index, rows, weights, adapters, gradient):
+        def loss(rows, adapters):
+            own, factors = jax.tree.map(make_varying, (weights, adapters))
+            outputs, _ = exchange_experts(
+                make_varying(rows, ("tensor",)),
+                index,
+                lambda rows, expert: expert_mlp(
+                    rows, expert, *own, activation="situ", adapters=factors, implementation="pallas"
+                ),
+                num_experts=4,
+                capacity_factor=1.25,
+                overflow="rounds",
+            )
+            return jax.lax.psum(jnp.sum(outputs.astype(jnp.float32) * gradient[:, None, :]), MESH_AXES[1:])
+
+        return jax.grad(loss, argnums=(0, 1))(rows, adapters)
+
+    split, own = PartitionSpec(("replica", "fsdp", "expert")), PartitionSpec("expert")
+    specs = (split, split, own, own, split)
+    step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(split, own), check_vma=True)
+    arrays = [
+        jax.tree.map(lambda a, s=spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, s)), array)
+        for array, spec in zip((index, rows, weights, adapters, gradient), specs, strict=True)
+    ]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = jax.jit(step).lower(*arrays).compile().as_text()
+    assert "moe_up_first_weights" in text and "moe_down_second_weights" in text
+    assert "moe_up_weights" not in text and "moe_down_weights" not in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["situ", "silu"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 1, 7, 63, 64, 65, 300, 128), (0, 0, 511, 0), tuple(int(700 / (1 + e)) for e in range(24)), (300, 0) * 4],
+    ids=["edges", "all to one", "zipf", "every other unused"],
+)
+def test_results_on_a_gpu_are_near_float64_and_bitwise_repeatable(sizes, activation):
+    index = sizes_to_index(sizes)
+    arrays, gradient = draw(index, len(sizes), 512, 384, rank=16)
+    step = jax.jit(partial(run, "pallas", activation))
+    got, again = (step(index, arrays, gradient) for _ in range(2))
+    for first, second in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(first, second)
+    assert_near_definition(got, index, arrays, gradient, activation, 8e-3)
