@@ -1,21 +1,29 @@
 """Every setting of a run, its faults, and its text forms (YAML, `--mesh`). No JAX."""
 
 from mmjax.config import saved
-from mmjax.config.faults import UNBUILT_AXES, ConfigurationFaults, Fault, check, mesh_split_faults
+from mmjax.config.faults import UNBUILT_AXES, ConfigurationFaults, Fault, check, check_model, mesh_split_faults
 from mmjax.config.mesh_text import MESH_AXIS_PURPOSES, describe_mesh, parse_mesh
 from mmjax.config.settings import (
     ActivationConfig,
+    AudioConfig,
     CheckpointConfig,
     DataConfig,
     Float,
     FullAttentionConfig,
+    GatedDeltaNetConfig,
+    GroupedAttentionConfig,
+    HyperConnectionConfig,
     IndexerConfig,
     LayerKind,
+    LengthConfig,
     LinearAttentionConfig,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     MoeConfig,
     OptimizerConfig,
+    QuotaConfig,
+    RotaryConfig,
     RouterConfig,
     RunConfig,
     TrainingConfig,
@@ -23,30 +31,39 @@ from mmjax.config.settings import (
     layer_kinds,
     resolve_mesh,
 )
-from mmjax.config.yaml_text import flatten, from_yaml, to_yaml
+from mmjax.config.yaml_text import flatten, from_yaml, settings_from_yaml, to_yaml
 
 __all__ = [
     "MESH_AXIS_PURPOSES",
     "UNBUILT_AXES",
     "ActivationConfig",
+    "AudioConfig",
     "CheckpointConfig",
     "ConfigurationFaults",
     "DataConfig",
     "Fault",
     "Float",
     "FullAttentionConfig",
+    "GatedDeltaNetConfig",
+    "GroupedAttentionConfig",
+    "HyperConnectionConfig",
     "IndexerConfig",
     "LayerKind",
+    "LengthConfig",
     "LinearAttentionConfig",
+    "LoraConfig",
     "MeshConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",
+    "QuotaConfig",
+    "RotaryConfig",
     "RouterConfig",
     "RunConfig",
     "TrainingConfig",
     "VisionConfig",
     "check",
+    "check_model",
     "describe_mesh",
     "flatten",
     "from_yaml",
@@ -55,5 +72,6 @@ __all__ = [
     "parse_mesh",
     "resolve_mesh",
     "saved",
+    "settings_from_yaml",
     "to_yaml",
 ]

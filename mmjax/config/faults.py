@@ -9,20 +9,37 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmjax import axes
-from mmjax.config.settings import MeshConfig, ModelConfig, RunConfig
+from mmjax.config.settings import (
+    AudioConfig,
+    FullAttentionConfig,
+    GroupedAttentionConfig,
+    MeshConfig,
+    ModelConfig,
+    RotaryConfig,
+    RunConfig,
+    VisionConfig,
+)
 from mmjax.errors import ConfigurationError
 
+_WITH_ROTATION = ("grouped_attention", "full_attention", "full_attention.indexer")
 # Whole numbers are at least 1, except these, which are at least 0, ...
 _MAY_BE_ZERO = {
     "seed",
+    "lora.rank",
+    "lora.expert_rank",
     "model.full_attention.query_rank",
     "model.full_attention.shared_key_width",
+    *(f"model.{name}.rotary.{size}" for name in _WITH_ROTATION for size in ("width", "original_positions")),
     "model.moe.latent_width",
     "model.moe.num_shared_experts",
+    "model.moe.shared_width",
     "model.moe.num_dense_layers",
     "model.vision.num_layers",
+    "model.audio.num_layers",
     "data.row_patches",
     "data.prefetch_batches",
+    "data.max_bad_samples",
+    "data.video.length",
     "data.eval_samples",
     "optimizer.warmup_steps",
     "checkpoint.every_steps",
@@ -34,6 +51,10 @@ _RANGES = {
     "model.full_attention.indexer.loss_coefficient": (0.0, math.inf),
     "model.moe.router.sign_rate": (0.0, math.inf),
     "model.initializer_range": (0.0, math.inf),
+    "data.max_bad_share": (0.0, 1.0),
+    "data.video.largest_stretch": (1.0, math.inf),
+    "data.video.pad_value": (-math.inf, math.inf),
+    "data.quotas.tolerance": (0.0, 1.0),
     "optimizer.learning_rate": (0.0, math.inf),
     "optimizer.final_learning_rate_fraction": (0.0, math.inf),
     "optimizer.weight_decay": (0.0, math.inf),
@@ -56,6 +77,9 @@ SPLIT_OVER = {
 
 # Mesh axes over which nothing is split yet, and those that can take their devices.
 UNBUILT_AXES = {"mesh.pipe": "fsdp or expert", "mesh.context": "fsdp or tensor"}
+
+# Inputs that share a scale in MXFP4.
+MXFP4_GROUP = 32
 
 # Tokens of the byte tokenizer: 256 bytes, padding, three roles, the image and the end of a message.
 BYTE_TOKENIZER_SIZE = 262
@@ -94,8 +118,13 @@ def check(config: RunConfig) -> list[Fault]:
     faults = list(_value_faults(config, ""))
     if not faults:
         faults = [*_mesh_faults(config.mesh), *_model_faults(config.model), *_data_faults(config)]
-        faults += [*_training_faults(config), *mesh_split_faults(config)]
+        faults += [*_training_faults(config), *_adapter_faults(config), *mesh_split_faults(config)]
     return faults
+
+
+def check_model(model: ModelConfig) -> list[Fault]:
+    """All faults of a model, whatever a run does with it."""
+    return list(_value_faults(model, "model.")) or list(_model_faults(model))
 
 
 def _value_faults(config: Any, prefix: str) -> Iterator[Fault]:
@@ -115,6 +144,9 @@ def _reason_against_value(value: Any, kind: Any, path: str) -> str | None:
         nearest = difflib.get_close_matches(str(value), choices, n=1)
         hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
         return None if value in choices else f"give one of {', '.join(choices)}{hint}"
+    if kind == tuple[str, ...]:
+        is_good = isinstance(value, tuple) and all(type(item) is str and item for item in value)
+        return None if is_good else "give texts that are not empty"
     if typing.get_origin(kind) is tuple:
         is_good = isinstance(value, tuple) and all(type(item) is int and item >= 0 for item in value)
         return None if is_good else "give whole numbers of at least 0"
@@ -163,16 +195,122 @@ def _model_faults(model: ModelConfig) -> Iterator[Fault]:
         yield Fault(path="model.moe.num_dense_layers", found=found, remedy=f"give at most {model.num_layers}")
     if moe.num_dense_layers < model.num_layers:
         yield from _router_faults(model)
-    if model.vision.is_present and model.vision.channels not in (1, 3):
-        found = str(model.vision.channels)
+    if model.residual == "hyper" and model.vision.deep_layers:
+        remedy = "features of a tower join one running sum: give residual='plain' or 'attention'"
+        yield Fault(path="model.residual", found="'hyper' with model.vision.deep_layers", remedy=remedy)
+    net, has_linear = model.gated_delta_net, len(set(layers)) < model.num_layers
+    if has_linear and model.linear_attention_kind == "gated_delta_net" and net.num_value_heads % net.num_key_heads:
+        yield Fault(
+            path="model.gated_delta_net.num_key_heads",
+            found=f"{net.num_key_heads} with num_value_heads={net.num_value_heads}",
+            remedy=f"give a divisor of {net.num_value_heads}: {_divisors(net.num_value_heads)}",
+        )
+    if model.full_attention_layers and model.full_attention_kind == "grouped":
+        yield from _grouped_attention_faults(model.grouped_attention)
+    elif model.full_attention_layers:
+        yield from _latent_attention_faults(model.full_attention)
+    if model.vision.is_present:
+        yield from _vision_faults(model)
+    if model.audio.is_present:
+        yield from _audio_faults(model.audio)
+
+
+def _vision_faults(model: ModelConfig) -> Iterator[Fault]:
+    vision = model.vision
+    if vision.channels not in (1, 3):
+        found = str(vision.channels)
         yield Fault(path="model.vision.channels", found=found, remedy="give 1 (grey) or 3 (colour)")
-    if model.vision.is_present and model.vision.head_width % 4:
-        found, remedy = str(model.vision.head_width), "give a multiple of 4: rotary pairs alternate between two axes"
+    if vision.patches_per_feature == 4 and vision.head_width % 4:
+        found, remedy = str(vision.head_width), "give a multiple of 4: rotary pairs alternate between two axes"
         yield Fault(path="model.vision.head_width", found=found, remedy=remedy)
+    if vision.kind == "moonvit" and vision.width % 2:
+        remedy = "give an even number: half of it are sines of the frame, half cosines"
+        yield Fault(path="model.vision.width", found=str(vision.width), remedy=remedy)
+    depths, deep = vision.feature_depths, vision.deep_layers
+    if vision.kind == "clip" and (not depths or max(depths) > vision.num_layers):
+        found = f"{list(depths)} with num_layers={vision.num_layers}"
+        remedy = f"give one or more depths of at most {vision.num_layers}"
+        yield Fault(path="model.vision.feature_depths", found=found, remedy=remedy)
+    if len(vision.tilings) % 2 or 0 in vision.tilings:
+        found, remedy = str(list(vision.tilings)), "give rows, columns, rows, columns, ... of at least 1"
+        yield Fault(path="model.vision.tilings", found=found, remedy=remedy)
+    if vision.tilings and (vision.newline == "none" or vision.class_feature == "keep"):
+        yield Fault(
+            path="model.vision.tilings",
+            found=f"{list(vision.tilings)} with newline={vision.newline!r}, class_feature={vision.class_feature!r}",
+            remedy="rows of a tiled picture end with a newline and have no class tokens: give newline='learned' and"
+            " class_feature='drop'",
+        )
+    if deep and (list(deep) != sorted(set(deep)) or deep[-1] >= vision.num_layers or len(deep) > model.num_layers):
+        yield Fault(
+            path="model.vision.deep_layers",
+            found=f"{list(deep)} with num_layers={vision.num_layers} and {model.num_layers} decoder layers",
+            remedy=f"give rising numbers below {vision.num_layers}, no more than there are decoder layers",
+        )
+    if deep and vision.kind != "qwen3_vl":
+        found = f"{list(deep)} with kind={vision.kind!r}"
+        yield Fault(path="model.vision.deep_layers", found=found, remedy="leave it empty, or give kind='qwen3_vl'")
+    if model.grouped_attention.rotary.sections and vision.kind != "qwen3_vl":
+        yield Fault(
+            path="model.grouped_attention.rotary.sections",
+            found=f"{list(model.grouped_attention.rotary.sections)} with model.vision.kind={vision.kind!r}",
+            remedy="only windows of qwen3_vl have rows and columns that turn tokens: leave it empty",
+        )
+
+
+def _audio_faults(audio: AudioConfig) -> Iterator[Fault]:
+    step = 2 * audio.values_per_feature
+    if audio.clip_frames % step:
+        yield Fault(
+            path="model.audio.clip_frames",
+            found=f"{audio.clip_frames} with values_per_feature={audio.values_per_feature}",
+            remedy=f"give a multiple of {step}: two frames make a value, values_per_feature of them a feature",
+        )
+
+
+def _grouped_attention_faults(grouped: GroupedAttentionConfig) -> Iterator[Fault]:
+    path = "model.grouped_attention"
+    if grouped.num_heads % grouped.num_key_heads:
+        yield Fault(
+            path=f"{path}.num_key_heads",
+            found=f"{grouped.num_key_heads} with num_heads={grouped.num_heads}",
+            remedy=f"give a divisor of {grouped.num_heads}: {_divisors(grouped.num_heads)}",
+        )
+    yield from _rotary_faults(grouped.rotary, f"{path}.rotary", grouped.head_width)
+
+
+def _latent_attention_faults(full: FullAttentionConfig) -> Iterator[Fault]:
+    if full.rotary.width not in (0, full.shared_key_width):
+        yield Fault(
+            path="model.full_attention.rotary.width",
+            found=f"{full.rotary.width} with shared_key_width={full.shared_key_width}",
+            remedy="give the same, or 0 to turn nothing",
+        )
+    yield from _rotary_faults(full.rotary, "model.full_attention.rotary", full.shared_key_width)
+    indexer = full.indexer
+    if indexer.stage != "none":
+        yield from _rotary_faults(indexer.rotary, "model.full_attention.indexer.rotary", indexer.head_width)
+
+
+def _rotary_faults(rotary: RotaryConfig, path: str, largest_width: int) -> Iterator[Fault]:
+    if rotary.width % 2 or rotary.width > largest_width:
+        remedy = f"give an even number of at most {largest_width}"
+        yield Fault(path=f"{path}.width", found=str(rotary.width), remedy=remedy)
+    if rotary.scaling in ("llama3", "yarn") and not rotary.original_positions:
+        found = f"0 with scaling={rotary.scaling!r}"
+        yield Fault(path=f"{path}.original_positions", found=found, remedy="give the row length of the first training")
+    if rotary.sections and (len(rotary.sections) != 3 or sum(rotary.sections) != rotary.width // 2):
+        found = f"{list(rotary.sections)} with width={rotary.width}"
+        remedy = f"give three numbers (frame, row, column) with the sum {rotary.width // 2}"
+        yield Fault(path=f"{path}.sections", found=found, remedy=remedy)
 
 
 def _router_faults(model: ModelConfig) -> Iterator[Fault]:
     moe, router = model.moe, model.moe.router
+    if router.balancing != "none" and not router.correction_bias:
+        found = f"{router.balancing!r} with correction_bias=False"
+        remedy = "balancing moves that bias: give correction_bias=True, or balancing='none'"
+        yield Fault(path="model.moe.router.balancing", found=found, remedy=remedy)
     if moe.num_experts % router.num_groups:
         yield Fault(
             path="model.moe.router.num_groups",
@@ -210,20 +348,25 @@ def _data_faults(config: RunConfig) -> Iterator[Fault]:
         found = f"{model.vocabulary_size} with tokenizer='bytes'"
         yield Fault(path="model.vocabulary_size", found=found, remedy=f"give at least {BYTE_TOKENIZER_SIZE}")
     if model.vision.is_present:
+        merged = model.vision.patches_per_feature
         for name in ("row_patches", "image_max_patches"):
-            if (patches := getattr(data, name)) % 4 or patches == 0:
+            if (patches := getattr(data, name)) % merged or patches == 0:
                 remedy = f"give a multiple of 4 (patches are merged 2 x 2), e.g. {max(4, patches // 4 * 4)}"
                 yield Fault(path=f"data.{name}", found=str(patches), remedy=remedy)
+        if data.image_max_patches < (smallest := smallest_picture(model.vision)):
+            remedy = f"give at least {smallest}: the tower takes so many for the smallest picture"
+            yield Fault(path="data.image_max_patches", found=str(data.image_max_patches), remedy=remedy)
         if data.row_patches < data.image_max_patches:
             yield Fault(
                 path="data.row_patches",
                 found=f"{data.row_patches} with image_max_patches={data.image_max_patches}",
                 remedy="a row must hold one image: give at least image_max_patches, or lower image_max_patches",
             )
-        if data.row_tokens <= data.image_max_patches // 4:
+        if data.row_tokens <= (largest := largest_picture(model.vision, data.image_max_patches)):
+            by = f"image_max_patches / {merged}" if merged > 1 else f"image_max_patches {data.image_max_patches}"
             yield Fault(
                 path="data.row_tokens",
-                found=f"{data.row_tokens}; one image may take {data.image_max_patches // 4} (image_max_patches / 4)",
+                found=f"{data.row_tokens}; one image may take {largest} ({by})",
                 remedy="a row must hold one image and its text: give more, or lower image_max_patches",
             )
     elif data.source == "digits":
@@ -231,26 +374,34 @@ def _data_faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault(path="model.vision.num_layers", found=found, remedy="give at least 1, or a source without pictures")
 
 
+def smallest_picture(vision: VisionConfig) -> int:
+    """Patches that a picture takes at the least."""
+    if vision.kind != "clip":
+        return vision.patches_per_feature
+    pairs = zip(vision.tilings[::2], vision.tilings[1::2], strict=False)
+    tiles = min((rows * columns for rows, columns in pairs), default=0)
+    return (1 + tiles) * (1 + vision.table_rows * vision.table_columns)
+
+
+def largest_picture(vision: VisionConfig, max_patches: int) -> int:
+    """Positions that a picture may take, newline tokens left out."""
+    if vision.kind == "clip" and not vision.tilings:
+        return vision.table_rows * vision.table_columns + (vision.class_feature == "keep")
+    return max_patches // vision.patches_per_feature
+
+
 def _training_faults(config: RunConfig) -> Iterator[Fault]:
-    if config.model.parameter_dtype == "bfloat16":
+    if config.model.parameter_dtype == "bfloat16" and not config.lora.rank:
         yield Fault(
             path="model.parameter_dtype",
             found="bfloat16, in which small updates of a trained weight vanish",
-            remedy="give float32, with model.compute_dtype=bfloat16 for speed",
+            remedy="give float32, with model.compute_dtype=bfloat16 for speed; or train adapters with lora.rank",
         )
-    chunk = config.model.linear_attention.chunk_tokens
-    if chunk < 16 or chunk & (chunk - 1):
-        yield Fault(
-            path="model.linear_attention.chunk_tokens",
-            found=str(chunk),
-            remedy="give 16 times a power of two, such as 64",
-        )
-    if config.model.vision.is_present and config.model.vision.width % 2:
-        yield Fault(
-            path="model.vision.width",
-            found=str(config.model.vision.width),
-            remedy="give an even number: half of it are sines of the frame, half cosines",
-        )
+    for name in ("linear_attention", "gated_delta_net"):
+        chunk = getattr(config.model, name).chunk_tokens
+        if chunk < 16 or chunk & (chunk - 1):
+            remedy = "give 16 times a power of two, such as 64"
+            yield Fault(path=f"model.{name}.chunk_tokens", found=str(chunk), remedy=remedy)
     if config.optimizer.warmup_steps > config.training.steps:
         yield Fault(
             path="optimizer.warmup_steps",
@@ -259,14 +410,48 @@ def _training_faults(config: RunConfig) -> Iterator[Fault]:
         )
 
 
+def _adapter_faults(config: RunConfig) -> Iterator[Fault]:
+    moe, mesh, model = config.model.moe, config.mesh, config.model
+    if not config.lora.targets:
+        yield Fault(path="lora.targets", found="nothing", remedy="give all-linear, names or regular expressions")
+    if moe.expert_storage == "dense" or moe.num_dense_layers == model.num_layers:
+        return
+    if not config.lora.rank:
+        yield Fault(
+            path="model.moe.expert_storage",
+            found="mxfp4, which cannot be trained, with lora.rank=0",
+            remedy="train adapters with lora.rank, or give dense",
+        )
+    input_path, input_width = "model.moe.latent_width" if moe.latent_width else "model.width", moe.latent_width
+    split = mesh.tensor * mesh.fsdp if -1 not in (mesh.tensor, mesh.fsdp) else 1
+    for path, size, parts in (
+        (input_path, input_width or model.width, 1),
+        ("model.moe.expert_width", moe.expert_width, split),
+    ):
+        if size % (MXFP4_GROUP * parts):
+            over = f" and is split over tensor x fsdp = {parts}" if parts > 1 else ""
+            yield Fault(
+                path=path,
+                found=f"{size}, which expert_storage=mxfp4 packs by {MXFP4_GROUP}{over}",
+                remedy=f"give a multiple of {MXFP4_GROUP * parts}, or expert_storage=dense",
+            )
+
+
 def split_sizes(model: ModelConfig) -> Iterator[tuple[str, int, str]]:
     """(setting, size, array axis) of every array axis that a mesh splits and whose size is a setting."""
     linear, full, moe, vision = model.linear_attention, model.full_attention, model.moe, model.vision
     yield "model.width", model.width, "model_weight"
     yield "model.vocabulary_size", model.vocabulary_size, "vocabulary"
     if len(model.full_attention_layers) < model.num_layers:
-        yield "model.linear_attention.num_heads", linear.num_heads, "heads"
-    if model.full_attention_layers:
+        if model.linear_attention_kind == "kimi_delta":
+            yield "model.linear_attention.num_heads", linear.num_heads, "heads"
+        else:
+            yield "model.gated_delta_net.num_key_heads", model.gated_delta_net.num_key_heads, "heads"
+            yield "model.gated_delta_net.num_value_heads", model.gated_delta_net.num_value_heads, "heads"
+    if model.full_attention_layers and model.full_attention_kind == "grouped":
+        yield "model.grouped_attention.num_heads", model.grouped_attention.num_heads, "heads"
+        yield "model.grouped_attention.num_key_heads", model.grouped_attention.num_key_heads, "heads"
+    elif model.full_attention_layers:
         yield "model.full_attention.num_heads", full.num_heads, "heads"
         yield "model.full_attention.latent_width", full.latent_width, "rank_weight"
         if full.query_rank:
@@ -276,8 +461,12 @@ def split_sizes(model: ModelConfig) -> Iterator[tuple[str, int, str]]:
     if moe.num_dense_layers < model.num_layers:
         yield "model.moe.num_experts", moe.num_experts, "experts"
         yield "model.moe.expert_width", moe.expert_width, "expert_hidden"
-    if vision.is_present:
+        if moe.shared_hidden_width and moe.shared_width:
+            yield "model.moe.shared_width", moe.shared_width, "hidden"
+    if vision.is_present and vision.kind != "fuyu":
         yield "model.vision.width", vision.width, "model_weight"
+    if model.audio.is_present:
+        yield "model.audio.width", model.audio.width, "model_weight"
 
 
 def mesh_split_faults(config: RunConfig) -> Iterator[Fault]:

@@ -13,6 +13,8 @@ FILE_NAME = "config.yaml"
 # Settings that another start of the same run may change: where, how long, how often and how fast, not what is learnt.
 _MAY_CHANGE = (
     "run_dir",
+    # Where they lie: that they are the same is checked by their digest.
+    "weights",
     "mesh.",
     "checkpoint.",
     "training.",
@@ -20,7 +22,9 @@ _MAY_CHANGE = (
     "model.remat",
     "model.loss_chunk_tokens",
     "model.linear_attention.chunk_tokens",
+    "model.gated_delta_net.chunk_tokens",
     "model.full_attention.query_chunk_tokens",
+    "model.grouped_attention.query_chunk_tokens",
 )
 
 

@@ -61,6 +61,77 @@ class LinearAttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HyperConnectionConfig:
+    """Several residual streams a token (`residual: hyper`)."""
+
+    num_streams: int = 4
+    sinkhorn_steps: int = 20
+    epsilon: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetConfig:
+    """Linear attention that forgets by head (Qwen3-Next)."""
+
+    num_key_heads: int = 2
+    num_value_heads: int = 4
+    """A multiple of num_key_heads: each key head serves as many consecutive value heads."""
+    key_width: int = 16
+    value_width: int = 16
+    convolution_width: int = 4
+    chunk_tokens: int = 64
+    """Tokens that the chunkwise form handles at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig:
+    """Rotation of queries and keys by their position. width=0 rotates nothing."""
+
+    width: int = 0
+    """How many entries of a head turn, from its first; even."""
+    base: float = 10_000.0
+    pairs: Literal["half", "interleaved"] = "half"
+    """Entries that turn together: i and i + width / 2, or 2 i and 2 i + 1."""
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """How frequencies are stretched to longer rows than the model was first trained on."""
+    factor: float = 1.0
+    original_positions: int = 0
+    """Longest row of the first training (`llama3` and `yarn`)."""
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Round the ends of yarn's ramp to whole pairs."""
+    attention_factor: float = 1.0
+    """Cosines and sines are multiplied by this."""
+    sections: tuple[int, ...] = ()
+    """Pairs that turn by frame, by row and by column of a token; empty turns all by one position."""
+    section_order: Literal["blocks", "interleaved"] = "blocks"
+    """Sections one after the other, or frame, row, column in turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedAttentionConfig:
+    """Softmax attention whose key heads serve equal groups of query heads."""
+
+    num_heads: int = 4
+    num_key_heads: int = 2
+    head_width: int = 16
+    projection_bias: bool = False
+    """Queries, keys and values have a bias."""
+    output_bias: bool = False
+    head_norm: bool = False
+    """Queries and keys are normalised head by head before they are rotated."""
+    joint_norm: bool = False
+    """Queries are normalised over all heads at once before they are rotated, and so are keys."""
+    output_gate: Literal["none", "sigmoid"] = "none"
+    rotary: RotaryConfig = field(default_factory=lambda: RotaryConfig(width=16))
+    query_chunk_tokens: int = 512
+    """Queries whose scores exist at one time in the plain-JAX form."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class IndexerConfig:
     """Lightning indexer of DeepSeek sparse attention."""
 
@@ -74,11 +145,14 @@ class IndexerConfig:
     top_k: int = 2048
     loss_coefficient: float = 1.0
     key_norm_bias: bool = True
+    key_norm_epsilon: float = 1e-5
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
+    """Of the indexer's own queries and keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FullAttentionConfig:
-    """Multi-head latent attention without rotation (NoPE)."""
+    """Multi-head latent attention."""
 
     num_heads: int = 4
     query_rank: int = 32
@@ -87,10 +161,14 @@ class FullAttentionConfig:
     nope_width: int = 16
     """Key width of a head that comes from the latent."""
     shared_key_width: int = 8
-    """Key width shared by all heads (`qk_rope_head_dim` of released configs; never rotated here)."""
+    """Key width shared by all heads: what `rotary` turns, if anything (`qk_rope_head_dim` of released configs)."""
     value_width: int = 16
     latent_norm_epsilon: float = 1e-6
     output_gate: Literal["sigmoid", "none"] = "sigmoid"
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
+    """Width 0 (NoPE), or `shared_key_width`."""
+    score_factor: float = 1.0
+    """Scores are multiplied by this besides key_width^-1/2."""
     query_chunk_tokens: int = 512
     """Queries whose scores exist at one time in the plain-JAX form."""
     indexer: IndexerConfig = field(default_factory=IndexerConfig)
@@ -111,6 +189,8 @@ class RouterConfig:
     renormalise: bool = True
     scale: float = 1.0
     balancing: Literal["quantile", "sign", "none"] = "quantile"
+    correction_bias: bool = True
+    """The choice looks at scores plus a bias, which balancing moves."""
     sign_rate: float = 1e-3
     quantile_bins: int = 1000
 
@@ -127,6 +207,10 @@ class MoeConfig:
     latent_norm: bool = True
     num_shared_experts: int = 1
     """Fused into one MLP of num_shared_experts * expert_width; 0 for none."""
+    shared_width: int = 0
+    """Hidden width of that MLP, if it is another one."""
+    shared_gate: Literal["none", "sigmoid"] = "none"
+    """Multiply the shared MLP's output by a number of each token's own."""
     num_dense_layers: int = 1
     """The first layers, which have a dense MLP."""
     dense_width: int = 128
@@ -136,43 +220,112 @@ class MoeConfig:
     overflow: Literal["rounds", "drop"] = "rounds"
     """Rows beyond the buffer: sent in further rounds until none is left, or dropped and counted."""
 
+    @property
+    def shared_hidden_width(self) -> int:
+        """Hidden width of the MLP that every token takes; 0 for none."""
+        return self.num_shared_experts and (self.shared_width or self.num_shared_experts * self.expert_width)
+
+    expert_storage: Literal["dense", "mxfp4"] = "dense"
+    """How routed experts rest: as numbers, or frozen in MXFP4, 4.25 bits each, unpacked at use."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationConfig:
     """Gated activation of all MLPs."""
 
-    kind: Literal["situ", "silu"] = "situ"
+    kind: Literal["situ", "silu", "clipped_silu"] = "situ"
     beta: float = 4.0
     linear_beta: float = 25.0
+    """Of `situ`; where `clipped_silu` cuts off what it is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """MoonViT-V2 tower with patch merge and projector. num_layers=0 leaves the tower out."""
+    """Tower that reads pictures, with its projector. num_layers=0 leaves it out (`fuyu` has no layers, and stays)."""
 
+    kind: Literal["moonvit", "clip", "qwen3_vl", "fuyu"] = "moonvit"
+    """`moonvit`: Kimi-K3; `clip`: LLaVA; `qwen3_vl`: Qwen3-VL; `fuyu`: patches projected straight to the text width."""
     num_layers: int = 2
     width: int = 64
     num_heads: int = 2
     head_width: int = 32
-    """A multiple of 4: rotary pairs alternate between columns and rows."""
+    """Where pairs rotate by row and column (`moonvit`, `qwen3_vl`), a multiple of 4."""
     hidden_width: int = 128
     patch_pixels: int = 4
     """Side of a square patch."""
     channels: int = 3
     table_rows: int = 8
     table_columns: int = 8
-    """Size of the learned position table, in patches."""
+    """Size of the learned position table, in patches; of `clip` the size of every picture or tile."""
     norm_epsilon: float = 2.0**-23
     projector_norm_epsilon: float = 1e-5
     rope_base: float = 10000.0
+    activation: Literal["gelu_tanh", "gelu", "quick_gelu"] = "gelu_tanh"
+    """Of the layers' MLPs; `quick_gelu` is x sigmoid(1.702 x)."""
+    frames_per_patch: int = 1
+    """Frames that one patch spans (`qwen3_vl`); a picture repeats its only one."""
+    feature_depths: tuple[int, ...] = ()
+    """`clip`: after how many layers features are taken; those of several depths are joined."""
+    class_feature: Literal["drop", "keep"] = "drop"
+    """`clip`: whether the class token is a feature too, before those of the patches."""
+    projector_bias: bool = True
+    """`clip`: the projector has biases."""
+    newline: Literal["none", "learned"] = "none"
+    """`clip`: `learned` ends each row of features of a tiled picture, and each untiled picture, with a learned one."""
+    tilings: tuple[int, ...] = ()
+    """`clip`: rows, columns, rows, columns, ... of the grids of tiles that a picture may be cut into."""
+    deep_layers: tuple[int, ...] = ()
+    """`qwen3_vl`: 0-based layers of the tower whose outputs are added to the outputs of the first decoder layers."""
+
+    @property
+    def is_present(self) -> bool:
+        return self.num_layers > 0 or self.kind == "fuyu"
+
+    @property
+    def merged_width(self) -> int:
+        return 4 * self.width
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers of one patch."""
+        return self.channels * self.frames_per_patch * self.patch_pixels**2
+
+    @property
+    def patches_per_feature(self) -> int:
+        """Patches that are merged into one feature."""
+        return 4 if self.kind in ("moonvit", "qwen3_vl") else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioConfig:
+    """Whisper's encoder, which hears clips of one length, with its projector. num_layers=0 leaves it out."""
+
+    num_layers: int = 0
+    width: int = 64
+    num_heads: int = 2
+    head_width: int = 32
+    hidden_width: int = 128
+    mel_bins: int = 80
+    clip_frames: int = 3000
+    """Frames of a clip's log-mel spectrogram; the encoder gives one value for two of them."""
+    activation: Literal["gelu_tanh", "gelu", "quick_gelu"] = "gelu"
+    norm_epsilon: float = 1e-5
+    values_per_feature: int = 5
+    """Consecutive values of the encoder that the projector joins into one feature."""
+    projector_width: int = 128
+    """Width between the projector's two layers."""
 
     @property
     def is_present(self) -> bool:
         return self.num_layers > 0
 
     @property
-    def merged_width(self) -> int:
-        return 4 * self.width
+    def clip_values(self) -> int:
+        return self.clip_frames // 2
+
+    @property
+    def clip_features(self) -> int:
+        return self.clip_values // self.values_per_feature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,16 +336,35 @@ class ModelConfig:
     num_layers: int = 9
     vocabulary_size: int = 320
     full_attention_layers: tuple[int, ...] = (3, 7, 8)
-    """0-based layers that hold full (latent) attention; the others hold linear attention."""
-    residual: Literal["attention", "plain"] = "attention"
+    """0-based layers that hold full attention; the others hold linear attention."""
+    full_attention_kind: Literal["latent", "grouped"] = "latent"
+    """Which of `full_attention` (latent) and `grouped_attention` those layers hold."""
+    linear_attention_kind: Literal["kimi_delta", "gated_delta_net"] = "kimi_delta"
+    """Which of `linear_attention` (Kimi Delta Attention) and `gated_delta_net` the others hold."""
+    residual: Literal["attention", "plain", "hyper"] = "attention"
+    """How layers' outputs go on: learned mixes over earlier blocks, one running sum, or `hyper_connections`."""
     residual_block_layers: int = 4
     norm_epsilon: float = 1e-5
+    norm: Literal["rms", "layer"] = "rms"
+    """Norms of the decoder: RMSNorm, or LayerNorm with a bias."""
+    norm_scale: Literal["plain", "zero_centred"] = "plain"
+    """Norms of the decoder multiply by their weight, or by 1 + their weight."""
+    dense_mlp: Literal["gated", "relu_squared"] = "gated"
+    """Dense MLPs: gated by `activation`, or two projections with relu(x)^2 between them."""
+    mlp_bias: bool = False
+    """Dense MLPs have biases."""
+    tied_head: bool = False
+    """The embedding table is the output head too."""
     initializer_range: float = 0.02
     linear_attention: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
+    hyper_connections: HyperConnectionConfig = field(default_factory=HyperConnectionConfig)
+    gated_delta_net: GatedDeltaNetConfig = field(default_factory=GatedDeltaNetConfig)
     full_attention: FullAttentionConfig = field(default_factory=FullAttentionConfig)
+    grouped_attention: GroupedAttentionConfig = field(default_factory=GroupedAttentionConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
+    audio: AudioConfig = field(default_factory=AudioConfig)
     parameter_dtype: Float = "float32"
     compute_dtype: Float = "float32"
     remat: Literal["layer", "none"] = "layer"
@@ -205,19 +377,77 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on projections of a frozen model: W + scale * A B."""
+
+    rank: int = 0
+    """Width between A and B; 0 trains the model itself."""
+    alpha: float = 32.0
+    """scale = alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """What gets adapters: `all-linear` (every projection, routed experts too, but no table, head or router); names or
+    their last words, released (`q_proj`, `experts.w1`) or ours (`mixer.query`); or regular expressions for whole names.
+    """
+    exclude: tuple[str, ...] = ()
+    """Names in the same forms, left out of what `targets` takes."""
+    rank_stabilised: bool = False
+    """scale = alpha / sqrt(rank) instead."""
+    experts: Literal["per_expert", "shared_down", "none"] = "per_expert"
+    """Each routed expert has its own A and B, or its own B behind one A of all experts of a layer, or no adapter."""
+    expert_rank: int = 0
+    """Of routed experts; 0 takes rank / experts of a token, at least 1. The scale is the same for all."""
+    start: str = ""
+    """Folder of a `peft` adapter to start from, with the same rank and targets; empty starts from B = 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotaConfig:
+    """How much of a row and of a batch pictures may take; 1 sets no limit."""
+
+    image_memory: float = 1.0
+    """Largest share of patches in what a row holds, in numbers kept for each layer: patches x tower width, tokens x
+    model width."""
+    image_rows: float = 1.0
+    """Share of the rows that may hold pictures; the others are filled with text alone."""
+    tolerance: float = 0.05
+    """By how much either share may be passed before it counts as a breach. What fits no other way is never left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthConfig:
+    """To what length a stream of frames or values is brought."""
+
+    length: int = 64
+    """0 leaves every stream as long as it is."""
+    longer: Literal["truncate", "mean", "bilinear"] = "mean"
+    """A longer one: cut off, averaged over equal windows, or resampled in time."""
+    shorter: Literal["keep", "pad", "bilinear"] = "keep"
+    """A shorter one: left as it is, padded, or resampled in time, then padded."""
+    largest_stretch: float = 2.0
+    """`bilinear` makes no stream longer than by this factor."""
+    pad_value: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where samples come from and how they become batches."""
 
     source: str = "digits"
-    """`digits` (scikit-learn's digits in 2x2 grids, with questions) or the path of a JSONL of conversations."""
+    """`digits` (scikit-learn's digits in 2x2 grids, with questions), or the path of a .jsonl, .parquet, .tar
+    (WebDataset) or .array_record of conversations; or several, `PATH#N,WEIGHT; PATH#N,WEIGHT`: N samples of the file,
+    drawn WEIGHT times as often as those of a source of weight 1. Without weights each sample comes once in an epoch."""
     eval_source: str = ""
-    """Held-out samples: a path; empty takes the held-out part of `digits`, or no evaluation for a JSONL."""
+    """Held-out samples, in the same form; empty takes the held-out part of `digits`, or no evaluation otherwise."""
     media_root: str = ""
-    """Folder that image paths are relative to and confined to; empty is the JSONL's own folder."""
+    """Folder that image paths are relative to and confined to; empty is the folder of the source's file."""
     tokenizer: str = "bytes"
     """`bytes` or the path of a `tokenizer.json`."""
     image_token: str = "<|media_pad|>"
-    """Token of a `tokenizer.json` that stands for one merged image patch."""
+    """Token of a `tokenizer.json` that stands for one merged image patch; empty for a model that reads text alone."""
+    start_token: str = ""
+    """Token of a `tokenizer.json` that opens each message before its role, such as <|im_start|>; empty for none."""
+    newline_token: str = ""
+    """Token of a `tokenizer.json` that ends each row of a picture's patches, where the tower wants one (Fuyu)."""
     end_token: str = "<|end_of_msg|>"
     """Token of a `tokenizer.json` that ends an answer."""
     rows: int = 16
@@ -229,14 +459,35 @@ class DataConfig:
     """An image with more patches is scaled down to this many."""
     image_max_pixels: int = 50_000_000
     """An image file that declares more pixels is refused before it is decoded."""
+    video: LengthConfig = field(default_factory=lambda: LengthConfig(length=32))
+    """Frames of a video (an animated GIF, WebP or PNG); padding is masked, so it never reaches the model."""
+    video_frames_per_feature: int = 4
+    """Frames that the tower reads together and averages; image_max_patches is shared by them."""
+    video_max_frames: int = 4096
+    video_max_seconds: float = 600.0
+    """A video file with more frames, or of a longer time, is refused before they are decoded."""
     images: Literal["keep", "blank"] = "keep"
     """`blank` replaces every picture by grey: what the text alone can tell."""
-    too_long: Literal["error", "drop"] = "error"
-    """A sample that does not fit a row: stop, or drop it and count it."""
+    too_long: Literal["error", "drop", "drop_image", "truncate"] = "error"
+    """A sample that does not fit a row: stop; drop it; leave out its last pictures, as many as needed; or cut its end
+    off, a picture in the cut with it. All but the first are counted, and drop what still does not fit."""
     bad_sample: Literal["error", "skip"] = "error"
-    """A record that cannot be read: stop, or skip it and count it."""
+    """A record that cannot be read: stop, or skip it, count it and write it into the run's quarantine.jsonl."""
+    max_bad_samples: int = 100
+    max_bad_share: float = 0.001
+    """With `skip`: the run stops when more records are bad than both this number and this share of all."""
+    lost_source: Literal["stop", "wait", "reweight"] = "stop"
+    """A source whose file is gone: stop; wait for it; or go on with the others, their weights in proportion."""
+    lost_source_wait_seconds: int = 3600
+    """How long `wait` waits before it stops."""
     packing_window: int = 64
-    """Samples among which rows are packed; the order of samples is shuffled over the whole source."""
+    """Samples among which a row is packed; the order of samples is shuffled over the whole source."""
+    balance_rows: int = 8
+    """Rows of nearly equal cost that stand together: where each device has one row of a batch, how many devices."""
+    patch_buckets: int = 1
+    """Sizes of a batch's patch arrays: row_patches, half of it, a quarter, ... The smallest that holds a batch is taken;
+    each is one more compilation of the step."""
+    quotas: QuotaConfig = field(default_factory=QuotaConfig)
     prefetch_batches: int = 2
     """Batches made ahead of the step."""
     eval_samples: int = 256
@@ -295,8 +546,11 @@ class RunConfig:
 
     run_dir: str = "runs/default"
     seed: int = 0
+    weights: str = ""
+    """Folder of a converted checkpoint to start from; empty starts from random numbers."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

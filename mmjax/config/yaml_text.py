@@ -1,4 +1,4 @@
-"""A RunConfig as YAML and back, typed by its dataclasses, so that no value is taken for something else in silence."""
+"""Settings as YAML and back, typed by its dataclasses, so that no value is taken for something else in silence."""
 
 import dataclasses
 import difflib
@@ -12,6 +12,8 @@ import yaml
 from mmjax.config.faults import ConfigurationFaults, Fault
 from mmjax.config.settings import RunConfig
 from mmjax.errors import ConfigurationError
+
+Settings = typing.TypeVar("Settings")
 
 _LARGEST_FILE_CHARACTERS = 1_000_000
 _PLAIN_TAGS = {
@@ -41,13 +43,20 @@ _Dumper.add_representer(
 )
 
 
-def to_yaml(config: RunConfig) -> str:
-    """YAML that `from_yaml` reads back as an equal RunConfig."""
-    return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+def to_yaml(config: object) -> str:
+    """YAML that `settings_from_yaml` reads back as an equal dataclass."""
+    return yaml.dump(
+        dataclasses.asdict(typing.cast(Any, config)), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True
+    )
 
 
 def from_yaml(text: str, file: str) -> RunConfig:
-    """Read a RunConfig; settings that are not there keep their defaults.
+    """`settings_from_yaml` of a RunConfig."""
+    return settings_from_yaml(text, file, RunConfig)
+
+
+def settings_from_yaml(text: str, file: str, kind: type[Settings]) -> Settings:
+    """Read a dataclass of settings; those that are not there keep their defaults.
 
     `file` is how messages call the text.
 
@@ -68,7 +77,7 @@ def from_yaml(text: str, file: str) -> RunConfig:
             remedy="mend it",
         ) from error
     faults: list[Fault] = []
-    config = _read(root, RunConfig, "", faults) if root is not None else RunConfig()
+    config = _read(root, kind, "", faults) if root is not None else kind()
     if faults:
         raise ConfigurationFaults(file, faults)
     return config

@@ -1,7 +1,8 @@
-"""The decoder: layers, attention residuals over depth, and how layers are stacked, scanned and rematerialised."""
+"""The decoder: layers, residuals over depth, and how layers are stacked, scanned and rematerialised."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,21 @@ from jax import lax
 
 from mmjax.axes import TENSOR
 from mmjax.config import LayerKind, ModelConfig, layer_kinds
-from mmjax.models.layers import DenseMlp, at_least_float32, normal, ones, parameter, rms_norm, use
+from mmjax.models.cache import DecoderCache, Earlier, MixerCache
+from mmjax.models.gated_delta_net import GatedDeltaNet
+from mmjax.models.grouped_attention import GroupedAttention
+from mmjax.models.hyper_connections import HyperConnection, StreamWeights
+from mmjax.models.layers import (
+    DenseMlp,
+    PlainMlp,
+    at_least_float32,
+    norm_weight,
+    normal,
+    ones,
+    parameter,
+    scaled_norm,
+    use,
+)
 from mmjax.models.linear_attention import KimiDeltaAttention
 from mmjax.models.moe import LatentMoe, RouterStatistics
 from mmjax.models.sparse_attention import LatentAttention
@@ -41,14 +56,16 @@ def plan_segments(model: ModelConfig) -> tuple[Segment, ...]:
 
     Kimi-K3 (blocks of 12 layers, pattern of 4) gets 13 segments with 36 layer bodies for its 93 layers.
     """
-    kinds = layer_kinds(model)
+    kinds, num_deep = layer_kinds(model), len(model.vision.deep_layers)
     block_layers = model.residual_block_layers if model.residual == "attention" else model.num_layers
     segments = []
     for block_start in range(0, model.num_layers, block_layers):
         block_end = min(block_start + block_layers, model.num_layers)
         layer = block_start
         while layer < block_end:
-            period, num_repeats = _longest_repetition(kinds[layer:block_end])
+            # Layers that get additions form segments of their own.
+            end = num_deep if layer < num_deep < block_end else block_end
+            period, num_repeats = _longest_repetition(kinds[layer:end])
             segment = Segment(layer, kinds[layer : layer + period], num_repeats, layer == block_start)
             segments.append(segment)
             layer += segment.num_layers
@@ -65,6 +82,14 @@ def _longest_repetition(kinds: tuple[LayerKind, ...]) -> tuple[int, int]:
         if num_repeats > 1 and period * num_repeats > best[0] * best[1]:
             best = (period, num_repeats)
     return best
+
+
+def added_here(segment: Segment, additions: jax.Array | None) -> jax.Array | None:
+    """[repeats, layers of the pattern, b, s, d] of `additions` [N, b, s, d]; None in a segment that gets none."""
+    if additions is None or segment.first_layer >= additions.shape[0]:
+        return None
+    here = additions[segment.first_layer :][: segment.num_layers]
+    return here.reshape(segment.num_repeats, len(segment.kinds), *additions.shape[1:])
 
 
 class LayerAddress(NamedTuple):
@@ -93,6 +118,8 @@ class LayerRecord(NamedTuple):
     router: RouterStatistics | None
     """None in a layer with a dense MLP."""
     hidden: "HiddenValues | None"
+    cache: MixerCache | None
+    """Of all tokens so far; None unless the decoder was given one."""
 
 
 class HiddenValues(NamedTuple):
@@ -109,69 +136,112 @@ class DecoderLayer(nnx.Module):
     def __init__(self, model: ModelConfig, kind: LayerKind):
         mixer, mlp = kind
         self.model = model
-        dtype = model.parameter_dtype
-        self.input_norm = ones(model.width, dtype)
-        self.mlp_norm = ones(model.width, dtype)
+        self.input_norm = norm_weight(model, model.width)
+        self.mlp_norm = norm_weight(model, model.width)
         if model.residual == "attention":
             self.mixer_residual = ResidualMix(model)
             self.mlp_residual = ResidualMix(model)
-        self.mixer = LatentAttention(model) if mixer == "full" else KimiDeltaAttention(model)
-        self.mlp = (
-            LatentMoe(model)
-            if mlp == "moe"
-            else DenseMlp(
-                width=model.width,
-                hidden_width=model.moe.dense_width,
-                activation=model.activation,
-                initializer=normal(model.initializer_range),
-                dtype=dtype,
-            )
-        )
+        elif model.residual == "hyper":
+            self.mixer_streams = HyperConnection(model)
+            self.mlp_streams = HyperConnection(model)
+        self.mixer = make_mixer(model, mixer)
+        self.mlp = LatentMoe(model) if mlp == "moe" else make_dense_mlp(model)
 
     def __call__(
         self,
         running_sum: jax.Array,
         frozen: tuple[jax.Array, ...],
         segment_ids: jax.Array,
+        positions: jax.Array,
+        earlier: Earlier | None = None,
         *,
         is_live: jax.Array | bool,
         keep_hidden: bool,
     ) -> tuple[jax.Array, LayerRecord]:
-        """Add this layer's two outputs to `running_sum` [b, s, d].
+        """Add this layer's two outputs to `running_sum` [b, s, d], or to its streams [b, s, n, d] (`hyper`).
 
         `frozen` holds the sums of finished residual blocks (the embedding first). `is_live` is False in the first layer
         of a block, whose running sum holds nothing yet and must not take part in its first mix.
         """
-        wide = at_least_float32(running_sum.dtype)
-        mixer_input = self._mix("mixer_residual", running_sum, frozen, is_live)
-        mixer_output, indexer_loss = self._mixer(
-            rms_norm(mixer_input, use(self.input_norm, wide), self.model.norm_epsilon), segment_ids
+        mixer_input, streams = self._enter("mixer", running_sum, frozen, is_live)
+        mixer_output, indexer_loss, cache = self._mixer(
+            scaled_norm(mixer_input, self.input_norm, self.model), segment_ids, positions, earlier
         )
-        running_sum = running_sum + mixer_output
-        mlp_input = self._mix("mlp_residual", running_sum, frozen, True)
-        mlp_output, router = self._mlp(
-            rms_norm(mlp_input, use(self.mlp_norm, wide), self.model.norm_epsilon), segment_ids > 0
-        )
-        running_sum = running_sum + mlp_output
+        running_sum = self._leave("mixer", running_sum, mixer_output, streams)
+        mlp_input, streams = self._enter("mlp", running_sum, frozen, True)
+        mlp_output, router = self._mlp(scaled_norm(mlp_input, self.mlp_norm, self.model), segment_ids > 0)
+        running_sum = self._leave("mlp", running_sum, mlp_output, streams)
         record = LayerRecord(
             is_finite=jnp.all(jnp.isfinite(running_sum)),
             indexer_loss=indexer_loss,
             router=router,
             hidden=HiddenValues(running_sum, mixer_output, mlp_output) if keep_hidden else None,
+            cache=cache,
         )
         return running_sum, record
 
-    def _mix(self, name: str, running_sum: jax.Array, frozen: tuple[jax.Array, ...], is_live) -> jax.Array:
-        return getattr(self, name)(running_sum, frozen, is_live) if self.model.residual == "attention" else running_sum
+    def _enter(
+        self, block: str, running_sum: jax.Array, frozen: tuple[jax.Array, ...], is_live: jax.Array | bool
+    ) -> tuple[jax.Array, StreamWeights | None]:
+        """What a block gets [b, s, d], and how its output joins the streams, if there are several."""
+        match self.model.residual:
+            case "attention":
+                return getattr(self, f"{block}_residual")(running_sum, frozen, is_live), None
+            case "hyper":
+                return getattr(self, f"{block}_streams").enter(running_sum)
+            case "plain":
+                return running_sum, None
 
-    def _mixer(self, inputs: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if isinstance(self.mixer, LatentAttention):
-            return self.mixer(inputs, segment_ids)
-        no_loss = jnp.zeros((), at_least_float32(inputs.dtype))
-        return self.mixer(inputs, segment_ids), varying_like(no_loss, inputs)
+    def _leave(self, block: str, running_sum: jax.Array, output: jax.Array, streams: StreamWeights | None) -> jax.Array:
+        if streams is None:
+            return running_sum + output
+        return getattr(self, f"{block}_streams").leave(running_sum, output, streams)
+
+    def _mixer(
+        self, inputs: jax.Array, segment_ids: jax.Array, positions: jax.Array, earlier: Earlier | None
+    ) -> tuple[jax.Array, jax.Array, MixerCache | None]:
+        no_loss = varying_like(jnp.zeros((), at_least_float32(inputs.dtype)), inputs)
+        if earlier is not None:
+            output, cache = self.mixer.extend(inputs, earlier.slots, positions, earlier.cache)
+            return output, no_loss, cache
+        match self.mixer:
+            case LatentAttention():
+                return *self.mixer(inputs, segment_ids, positions), None
+            case GroupedAttention():
+                return self.mixer(inputs, segment_ids, positions), no_loss, None
+            case _:
+                return self.mixer(inputs, segment_ids), no_loss, None
 
     def _mlp(self, inputs: jax.Array, is_real: jax.Array) -> tuple[jax.Array, RouterStatistics | None]:
         return self.mlp(inputs, is_real) if isinstance(self.mlp, LatentMoe) else (self.mlp(inputs), None)
+
+
+class Mixer(Protocol):
+    """What all mixers can do, each with a kind of cache of its own; how one is called depends on its kind."""
+
+    __call__: Callable[..., Any]
+
+    def extend(
+        self, inputs: jax.Array, slots: jax.Array, positions: jax.Array, cache: Any
+    ) -> tuple[jax.Array, MixerCache]: ...
+
+    def empty_cache(self, rows: int, capacity: int, dtype: jax.typing.DTypeLike) -> MixerCache: ...
+
+
+def make_mixer(model: ModelConfig, kind: Literal["linear", "full"]) -> Mixer:
+    """The mixer of a layer: linear attention, or the model's kind of full attention."""
+    if kind == "linear":
+        return KimiDeltaAttention(model) if model.linear_attention_kind == "kimi_delta" else GatedDeltaNet(model)
+    return LatentAttention(model) if model.full_attention_kind == "latent" else GroupedAttention(model)
+
+
+def make_dense_mlp(model: ModelConfig) -> nnx.Module:
+    """The dense MLP of a layer, of the model's kind."""
+    shape = {"width": model.width, "hidden_width": model.moe.dense_width, "has_bias": model.mlp_bias}
+    start = {"initializer": normal(model.initializer_range), "dtype": model.parameter_dtype}
+    if model.dense_mlp == "relu_squared":
+        return PlainMlp(**shape, **start)
+    return DenseMlp(activation=model.activation, **shape, **start)
 
 
 class ResidualMix(nnx.Module):
@@ -216,8 +286,9 @@ class Decoder(nnx.Module):
         )
         if model.residual == "attention":
             self.output_residual = ResidualMix(model)
-        self.norm = ones(model.width, dtype)
-        self.head = parameter(initializer, table_shape[::-1], ("model_weight", "vocabulary"), dtype)
+        self.norm = norm_weight(model, model.width)
+        if not model.tied_head:
+            self.head = parameter(initializer, table_shape[::-1], ("model_weight", "vocabulary"), dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """`tokens` [b, s] -> [b, s, d] in the compute dtype."""
@@ -228,26 +299,69 @@ class Decoder(nnx.Module):
         rows = jnp.take(table, jnp.where(is_here, local, 0), axis=0)
         return lax.psum(jnp.where(is_here[..., None], rows, 0), TENSOR).astype(self.model.compute_dtype)
 
-    def __call__(
-        self, embeddings: jax.Array, segment_ids: jax.Array, *, keep_hidden: bool = False
-    ) -> tuple[jax.Array, tuple[tuple[LayerRecord, ...], ...]]:
-        """`embeddings` [b, s, d], `segment_ids` [b, s] -> normed hidden values [b, s, d] and the layers' records.
+    def head_weights(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """What hidden values are multiplied with to give logits: [D, W], this device's share of the vocabulary."""
+        return use(self.embedding, dtype).T if self.model.tied_head else use(self.head, dtype)
 
+    def empty_cache(self, rows: int, capacity: int) -> DecoderCache:
+        """Of `rows` rows that hold nothing, with room for `capacity` tokens. Whole: not one device's share."""
+
+        def stacked_cache(layer: DecoderLayer, num_repeats: int) -> MixerCache:
+            cache = layer.mixer.empty_cache(rows, capacity, self.model.compute_dtype)
+            return jax.tree.map(lambda array: jnp.broadcast_to(array, (num_repeats, *array.shape)), cache)
+
+        layers = tuple(
+            tuple(stacked_cache(layer, segment.num_repeats) for layer in stack.layers)
+            for segment, stack in zip(plan_segments(self.model), self.segments, strict=True)
+        )
+        return DecoderCache(jnp.zeros((rows,), jnp.int32), layers)
+
+    def __call__(
+        self,
+        embeddings: jax.Array,
+        segment_ids: jax.Array,
+        positions: jax.Array,
+        *,
+        additions: jax.Array | None = None,
+        cache: DecoderCache | None = None,
+        keep_hidden: bool = False,
+    ) -> tuple[jax.Array, tuple[tuple[LayerRecord, ...], ...]]:
+        """Embeddings [b, s, d], segments [b, s] -> normed hidden values [b, s, d] and the layers' records.
+
+        `positions` are [b, s], those within a token's document, or [3, b, s]: frame, row and column. `additions`
+        [N, b, s, d] are added to the outputs of the first N layers, N the tower's number of deep layers.
         Records are nested as [segment][position in the pattern], leaves with a leading repeats axis.
+        With a `cache` the rows go on behind the tokens that it holds: one document each, then padding (segment 0); the
+        records hold what `extended_cache` makes the next one of.
         """
         running_sum, frozen, records = embeddings, (), []
-        for segment, stack in zip(plan_segments(self.model), self.segments, strict=True):
+        if self.model.residual == "hyper":
+            num_streams = self.model.hyper_connections.num_streams
+            running_sum = jnp.broadcast_to(
+                embeddings[:, :, None], (*embeddings.shape[:2], num_streams, embeddings.shape[-1])
+            )
+        for number, (segment, stack) in enumerate(zip(plan_segments(self.model), self.segments, strict=True)):
+            earlier = None if cache is None else (cache.slots(segment_ids), cache.layers[number])
             if segment.starts_block and self.model.residual == "attention":
                 frozen = (*frozen, running_sum)
                 running_sum = varying_like(jnp.zeros_like(running_sum), running_sum)
             running_sum, segment_records = self._run_segment(
-                segment, stack, running_sum, frozen, segment_ids, keep_hidden
+                segment,
+                stack,
+                running_sum,
+                frozen,
+                segment_ids,
+                positions,
+                added_here(segment, additions),
+                earlier,
+                keep_hidden,
             )
             records.append(segment_records)
         if self.model.residual == "attention":
             running_sum = self.output_residual(running_sum, frozen)
-        scale = use(self.norm, at_least_float32(running_sum.dtype))
-        return rms_norm(running_sum, scale, self.model.norm_epsilon), tuple(records)
+        elif self.model.residual == "hyper":
+            running_sum = jnp.mean(running_sum, axis=2)
+        return scaled_norm(running_sum, self.norm, self.model), tuple(records)
 
     def _run_segment(
         self,
@@ -256,33 +370,41 @@ class Decoder(nnx.Module):
         running_sum: jax.Array,
         frozen: tuple[jax.Array, ...],
         segment_ids: jax.Array,
+        positions: jax.Array,
+        additions: jax.Array | None,
+        earlier: tuple[jax.Array, tuple[MixerCache, ...]] | None,
         keep_hidden: bool,
     ) -> tuple[jax.Array, tuple[LayerRecord, ...]]:
         policy = jax.checkpoint_policies.save_only_these_names(*DECISIONS)
 
-        def run_layer(layer: DecoderLayer, running_sum: jax.Array, is_live: jax.Array | bool):
+        slots, caches = (None, None) if earlier is None else earlier
+
+        def run_layer(layer: DecoderLayer, running_sum: jax.Array, is_live: jax.Array | bool, earlier: Earlier | None):
             graph, state = nnx.split(layer)
 
-            def apply(state, running_sum, frozen, segment_ids):
+            def apply(state, running_sum, frozen, segment_ids, positions, earlier):
                 return nnx.merge(graph, state)(
-                    running_sum, frozen, segment_ids, is_live=is_live, keep_hidden=keep_hidden
+                    running_sum, frozen, segment_ids, positions, earlier, is_live=is_live, keep_hidden=keep_hidden
                 )
 
             if self.model.remat == "layer":
                 apply = jax.checkpoint(apply, policy=policy, prevent_cse=segment.num_repeats == 1)
-            return apply(state, running_sum, frozen, segment_ids)
+            return apply(state, running_sum, frozen, segment_ids, positions, earlier)
 
         static_is_live = not segment.starts_block
         flags = None
         if segment.starts_block and segment.num_repeats > 1:
             flags = jnp.arange(segment.num_repeats) > 0
 
-        def body(pattern: LayerPattern, running_sum: jax.Array, flag: jax.Array | None):
+        def body(pattern: LayerPattern, running_sum: jax.Array, xs: tuple):
+            flag, additions, caches = xs
             is_live = static_is_live if flag is None else flag
             records = []
             for position, layer in enumerate(pattern.layers):
-                running_sum, record = run_layer(layer, running_sum, is_live if position == 0 else True)
+                earlier = None if slots is None or caches is None else Earlier(slots, caches[position])
+                running_sum, record = run_layer(layer, running_sum, is_live if position == 0 else True, earlier)
+                running_sum = running_sum if additions is None else running_sum + additions[position]
                 records.append(record)
             return running_sum, tuple(records)
 
-        return scan_stack(stack, running_sum, body, flags, remat=False)
+        return scan_stack(stack, running_sum, body, (flags, additions, caches), remat=False)

@@ -7,10 +7,65 @@ from flax import nnx
 
 from mmjax.axes import TENSOR
 from mmjax.config import ModelConfig
-from mmjax.models.layers import at_least_float32, normal, ones, parameter, use
+from mmjax.models.cache import DeltaCache, next_tail
+from mmjax.models.layers import at_least_float32, normal, ones, parameter, project, use
 from mmjax.parallel.fsdp import make_varying
-from mmjax.parallel.tensor import column, row
 from pallas_kernels.linear_attention.api import decay_gate, delta_rule, l2_normalise, short_convolution
+
+
+class WholeRow:
+    """The recurrent parts of a linear attention over rows that begin here, document by document."""
+
+    def __init__(self, segment_ids: jax.Array, chunk_tokens: int):
+        self._segment_ids, self._chunk_tokens = segment_ids, chunk_tokens
+
+    def convolve(self, inputs: jax.Array, taps: jax.Array) -> jax.Array:
+        return short_convolution(inputs, taps, self._segment_ids)
+
+    def recur(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
+    ) -> jax.Array:
+        mixed, _ = delta_rule(query, key, value, log_decay, beta, self._segment_ids, chunk_tokens=self._chunk_tokens)
+        return mixed
+
+
+class ContinuedRow:
+    """The same for tokens at `slots` [b, s], behind those that a cache holds: one document a row, then padding."""
+
+    def __init__(self, slots: jax.Array, cache: DeltaCache, chunk_tokens: int):
+        self._slots, self._cache, self._chunk_tokens = slots, cache, chunk_tokens
+        self._document = jnp.ones_like(slots)
+        self._tails: list[jax.Array] = []
+        self._state = cache.state
+
+    def convolve(self, inputs: jax.Array, taps: jax.Array) -> jax.Array:
+        tail = self._cache.tails[len(self._tails)]
+        self._tails.append(next_tail(tail, inputs, self._slots))
+        return short_convolution(inputs, taps, self._document, initial_tail=tail)
+
+    def recur(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
+    ) -> jax.Array:
+        # Padding leaves the state as it is: it neither decays nor writes.
+        is_real = (self._slots >= 0)[..., None]
+        mixed, self._state = delta_rule(
+            query,
+            key,
+            value,
+            jnp.where(is_real.reshape(*is_real.shape, *(1,) * (log_decay.ndim - 3)), log_decay, 0),
+            jnp.where(is_real, beta, 0),
+            self._document,
+            initial_state=self._cache.state,
+            chunk_tokens=self._chunk_tokens,
+            # A chunk of a single token is nothing but padding.
+            implementation="reference" if query.shape[1] == 1 else "auto",
+        )
+        return mixed
+
+    @property
+    def cache(self) -> DeltaCache:
+        """Once everything has run: of these tokens too."""
+        return DeltaCache(self._state, tuple(self._tails))
 
 
 def uniform_taps(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -76,18 +131,36 @@ class KimiDeltaAttention(nnx.Module):
 
     def __call__(self, inputs: jax.Array, segment_ids: jax.Array) -> jax.Array:
         """`inputs` [b, s, D], normalised, and segments [b, s] -> [b, s, D] of the same dtype."""
+        return self._mix(inputs, WholeRow(segment_ids, self.config.chunk_tokens))
+
+    def extend(
+        self, inputs: jax.Array, slots: jax.Array, positions: jax.Array, cache: DeltaCache
+    ) -> tuple[jax.Array, DeltaCache]:
+        """The same for tokens at `slots` [b, s] behind those that `cache` holds; and the cache of both."""
+        row = ContinuedRow(slots, cache, self.config.chunk_tokens)
+        return self._mix(inputs, row), row.cache
+
+    def empty_cache(self, rows: int, capacity: int, dtype: jax.typing.DTypeLike) -> DeltaCache:
+        """Of `rows` rows that hold nothing yet."""
+        config, heads = self.config, self.config.num_heads
+
+        def tail(width: int) -> jax.Array:
+            return jnp.zeros((rows, config.convolution_width - 1, heads, width), dtype)
+
+        state = jnp.zeros((rows, heads, config.key_width, config.value_width), at_least_float32(dtype))
+        return DeltaCache(state, (tail(config.key_width), tail(config.key_width), tail(config.value_width)))
+
+    def _mix(self, inputs: jax.Array, row: WholeRow | ContinuedRow) -> jax.Array:
         config, dtype = self.config, inputs.dtype
         wide = at_least_float32(dtype)
         # Once for all projections, so that the backward pass sums over the tensor axis once.
         inputs = make_varying(inputs, (TENSOR,))
 
         def convolved(weight: nnx.Variable, taps: nnx.Variable) -> jax.Array:
-            projected = column("bsd,dhk->bshk", inputs, use(weight, dtype))
-            return short_convolution(projected, use(taps, wide), segment_ids)
+            return row.convolve(project("bsd,dhk->bshk", inputs, weight), use(taps, wide))
 
         def through(down: nnx.Variable, up: nnx.Variable) -> jax.Array:
-            latent = jnp.einsum("bsd,dr->bsr", inputs, use(down, dtype))
-            return column("bsr,rhk->bshk", latent, use(up, dtype))
+            return project("bsr,rhk->bshk", project("bsd,dr->bsr", inputs, down), up)
 
         query = l2_normalise(convolved(self.query, self.query_convolution)) * config.key_width**-0.5
         key = l2_normalise(convolved(self.key, self.key_convolution))
@@ -99,14 +172,14 @@ class KimiDeltaAttention(nnx.Module):
             kind=config.decay,
             lower_bound=config.decay_lower_bound,
         )
-        beta = jax.nn.sigmoid(column("bsd,dh->bsh", inputs, use(self.beta, dtype)).astype(wide))
-        mixed, _ = delta_rule(query, key, value, log_decay, beta, segment_ids, chunk_tokens=config.chunk_tokens)
+        beta = jax.nn.sigmoid(project("bsd,dh->bsh", inputs, self.beta).astype(wide))
+        mixed = row.recur(query, key, value, log_decay, beta)
 
         if config.output_gate == "full":
-            gate = column("bsd,dhv->bshv", inputs, use(self.output_gate, dtype))
+            gate = project("bsd,dhv->bshv", inputs, self.output_gate)
         else:
             gate = through(self.output_gate_down, self.output_gate_up)
         mixed = mixed.astype(wide)
         mixed *= jax.lax.rsqrt(jnp.mean(jnp.square(mixed), axis=-1, keepdims=True) + self.norm_epsilon)
         mixed *= use(self.output_norm, wide)[None, None, None] * jax.nn.sigmoid(gate.astype(wide))
-        return row("bshv,hvd->bsd", mixed.astype(dtype), use(self.output, dtype))
+        return project("bshv,hvd->bsd", mixed.astype(dtype), self.output, is_row=True)

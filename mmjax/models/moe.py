@@ -1,23 +1,53 @@
 """Stable LatentMoE: router, routed experts in a latent space, shared experts, and what balancing counts."""
 
-from typing import NamedTuple
+import functools
+import math
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mmjax.axes import TENSOR
+from mmjax.axes import DATA_AXES, EXPERT, TENSOR
 from mmjax.config import ModelConfig
-from mmjax.models.layers import DenseMlp, at_least_float32, normal, ones, parameter, rms_norm, use
+from mmjax.models.layers import (
+    DenseMlp,
+    Initializer,
+    LoraWeight,
+    at_least_float32,
+    normal,
+    ones,
+    parameter,
+    project,
+    rms_norm,
+    use,
+)
 from mmjax.parallel.expert import exchange_experts
 from mmjax.parallel.fsdp import make_varying, varying_like
-from pallas_kernels.moe.api import expert_mlp, router_scores, select_experts, weigh_experts
+from pallas_kernels.moe.api import expert_mlp, routed_experts, router_scores, select_experts, weigh_experts
+from pallas_kernels.moe.mxfp4 import GROUP, dequantize
 
 
 class RouterBias(nnx.Variable):
     """Correction bias of a router [E], at least float32: moved by balancing once a step, never by a gradient."""
+
+
+class PackedExperts(nnx.Variable):
+    """Codes or scales of routed experts in MXFP4, uint8: never trained."""
+
+
+def _random_bytes(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    return jax.random.bits(key, shape, dtype)
+
+
+@functools.cache
+def _scale_of(standard_deviation: float) -> Initializer:
+    """Scale bytes with which random codes, whose root mean square is 2.93, come nearest to this deviation."""
+    exponent = round(math.log2(standard_deviation / 2.93)) if standard_deviation else -127
+    return jax.nn.initializers.constant(127 + max(-127, exponent))
 
 
 class RouterStatistics(NamedTuple):
@@ -67,7 +97,8 @@ class LatentMoe(nnx.Module):
         initializer, dtype = normal(model.initializer_range), model.parameter_dtype
         wide = at_least_float32(dtype)
         self.router = parameter(initializer, (model.width, moe.num_experts), ("model_weight", None), wide)
-        self.bias = parameter(jax.nn.initializers.zeros, (moe.num_experts,), (None,), wide, kind=RouterBias)
+        if moe.router.correction_bias:
+            self.bias = parameter(jax.nn.initializers.zeros, (moe.num_experts,), (None,), wide, kind=RouterBias)
         width = moe.latent_width or model.width
         if moe.latent_width:
             self.latent_down = parameter(initializer, (model.width, width), ("model_weight", None), dtype)
@@ -75,18 +106,59 @@ class LatentMoe(nnx.Module):
                 self.latent_norm = ones(width, dtype)
             self.latent_up = parameter(initializer, (width, model.width), (None, "model_weight"), dtype)
         shape, array_axes = (moe.num_experts, width, moe.expert_width), ("experts", None, "expert_hidden")
-        self.gate = parameter(initializer, shape, array_axes, dtype)
-        self.up = parameter(initializer, shape, array_axes, dtype)
+        self._add_experts("gate", shape, array_axes)
+        self._add_experts("up", shape, array_axes)
         shape, array_axes = (moe.num_experts, moe.expert_width, width), ("experts", "expert_hidden", None)
-        self.down = parameter(initializer, shape, array_axes, dtype)
+        self._add_experts("down", shape, array_axes)
         if moe.num_shared_experts:
             self.shared = DenseMlp(
                 width=model.width,
-                hidden_width=moe.num_shared_experts * moe.expert_width,
+                hidden_width=moe.shared_hidden_width,
                 activation=model.activation,
                 initializer=initializer,
                 dtype=dtype,
             )
+            if moe.shared_gate == "sigmoid":
+                self.shared_gate = parameter(initializer, (model.width, 1), ("model_weight", None), dtype)
+
+    def _add_experts(self, name: str, shape: tuple[int, int, int], array_axes: tuple[str | None, ...]) -> None:
+        """The variable `name` [E, in, out], or packed `name`_codes [E, out, in/2] and `name`_scales [E, out, in/32]."""
+        if self.model.moe.expert_storage == "dense":
+            initializer, dtype = normal(self.model.initializer_range), self.model.parameter_dtype
+            setattr(self, name, parameter(initializer, shape, array_axes, dtype))
+            return
+        experts, inputs, outputs = shape
+        array_axes = (array_axes[0], array_axes[2], array_axes[1])
+        for part, width, initializer in (
+            ("codes", 2, _random_bytes),
+            ("scales", GROUP, _scale_of(self.model.initializer_range)),
+        ):
+            packed = parameter(
+                initializer, (experts, outputs, inputs // width), array_axes, np.uint8, kind=PackedExperts
+            )
+            setattr(self, f"{name}_{part}", packed)
+
+    def _expert_weight(self, name: str, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """[e, in, out] of this device's experts, frozen or trained, without adapters."""
+        if self.model.moe.expert_storage == "dense":
+            weight = getattr(self, name)
+            weight = cast(nnx.Variable, weight.lora_base if isinstance(weight, LoraWeight) else weight)
+            return make_varying(use(weight, dtype))
+        # Gathered packed: a quarter of the bytes.
+        codes, scales = (use(getattr(self, f"{name}_{part}"), np.uint8) for part in ("codes", "scales"))
+        return jnp.swapaxes(dequantize({"codes": codes, "scales": scales}, dtype), 1, 2)
+
+    def _expert_adapters(self, dtype: jax.typing.DTypeLike) -> dict[str, tuple[jax.Array, jax.Array]] | None:
+        """Of each adapted projection: down [e, in, r] and up [e, r, out] of this device's experts, scaled."""
+        adapters = {}
+        for name in ("gate", "up", "down"):
+            weight = getattr(self, name, None)
+            if isinstance(weight, LoraWeight):
+                down, up = use(weight.down, dtype), use(weight.up, dtype) * weight.scale
+                if down.ndim == 2:
+                    down = jnp.broadcast_to(down[None], (up.shape[0], *down.shape))
+                adapters[name] = make_varying((down, up), (*DATA_AXES, TENSOR))
+        return adapters or None
 
     def __call__(self, inputs: jax.Array, is_real: jax.Array) -> tuple[jax.Array, RouterStatistics]:
         """`inputs` [b, s, d], `is_real` [b, s] bool -> [b, s, d] and this device's counts.
@@ -98,19 +170,22 @@ class LatentMoe(nnx.Module):
         index, weight, load, histogram = self._route(tokens, is_real)
         latent = tokens
         if moe.latent_width:
-            latent = jnp.einsum("td,dr->tr", tokens, use(self.latent_down, tokens.dtype))
-        outputs, dropped = self._apply_experts(latent, jnp.where(is_real[:, None], index, -1))
+            latent = project("td,dr->tr", tokens, self.latent_down)
         wide = at_least_float32(tokens.dtype)
+        mixed, dropped = self._apply_experts(latent, jnp.where(is_real[:, None], index, -1), weight.astype(wide))
         # Each device of the tensor axis holds a share of the experts' hidden width.
-        mixed = lax.psum(jnp.einsum("ta,tar->tr", weight.astype(wide), outputs.astype(wide)), TENSOR)
+        mixed = lax.psum(mixed, TENSOR)
         if moe.latent_width:
             if moe.latent_norm:
                 mixed = rms_norm(mixed, use(self.latent_norm, wide), self.model.norm_epsilon)
-            result = jnp.einsum("tr,rd->td", mixed.astype(tokens.dtype), use(self.latent_up, tokens.dtype))
+            result = project("tr,rd->td", mixed.astype(tokens.dtype), self.latent_up)
         else:
             result = mixed.astype(tokens.dtype)
         if moe.num_shared_experts:
-            result = result + self.shared(tokens)
+            shared = self.shared(tokens)
+            if moe.shared_gate == "sigmoid":
+                shared *= jax.nn.sigmoid(project("td,do->to", tokens, self.shared_gate))
+            result = result + shared
         return result.reshape(inputs.shape), RouterStatistics(load, histogram, dropped)
 
     def _route(self, tokens: jax.Array, is_real: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -119,7 +194,7 @@ class LatentMoe(nnx.Module):
         wide = at_least_float32(tokens.dtype)
         # Full precision also where float32 products are rounded by default: a rounded logit takes another expert.
         logits = jnp.einsum("td,de->te", tokens.astype(wide), use(self.router, wide), precision=lax.Precision.HIGHEST)
-        bias = self.bias.get_value()
+        bias = self.bias.get_value() if router.correction_bias else jnp.zeros((moe.num_experts,), wide)
         selection = select_experts(
             logits,
             bias,
@@ -145,30 +220,29 @@ class LatentMoe(nnx.Module):
         )
         return index, weight, load, histogram
 
-    def _apply_experts(self, rows: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`rows` [t, R], `index` [t, A] -> (this tensor shard's part of the outputs [t, A, R], choices dropped)."""
+    def _apply_experts(self, rows: jax.Array, index: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`rows` [t, R], `index`, `weight` [t, A] -> (this tensor shard's part of the weighted sum [t, R], dropped)."""
         moe, activation = self.model.moe, self.model.activation
         # Marked as varying before the exchange's rounds: gradients are summed over devices once, outside them.
         rows = make_varying(rows, (TENSOR,))
-        gate, up, down = (make_varying(use(weight, rows.dtype)) for weight in (self.gate, self.up, self.down))
+        gate, up, down = (self._expert_weight(name, rows.dtype) for name in ("gate", "up", "down"))
+        adapters = self._expert_adapters(rows.dtype)
 
-        def apply(rows: jax.Array, expert: jax.Array) -> jax.Array:
-            return expert_mlp(
-                rows,
-                expert,
-                gate,
-                up,
-                down,
-                activation=activation.kind,
-                beta=activation.beta,
-                linear_beta=activation.linear_beta,
-            )
-
-        return exchange_experts(
+        settings = {
+            "activation": activation.kind,
+            "beta": activation.beta,
+            "linear_beta": activation.linear_beta,
+            "adapters": adapters,
+        }
+        if lax.axis_size(EXPERT) == 1:
+            mixed = routed_experts(rows, index, weight, gate, up, down, **settings)
+            return mixed, varying_like(jnp.zeros((), jnp.int32), index)
+        outputs, dropped = exchange_experts(
             rows,
             index,
-            apply,
+            lambda rows, expert: expert_mlp(rows, expert, gate, up, down, **settings),
             num_experts=moe.num_experts,
             capacity_factor=moe.capacity_factor,
             overflow=moe.overflow,
         )
+        return jnp.einsum("ta,tar->tr", weight, outputs.astype(weight.dtype)), dropped

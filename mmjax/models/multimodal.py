@@ -2,47 +2,94 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mmjax.config import ModelConfig
+from mmjax.data.audio import Sounds
 from mmjax.data.batch import Batch
+from mmjax.models.audio import AudioProjector, AudioTower, hear
+from mmjax.models.cache import DecoderCache
 from mmjax.models.decoder import Decoder, LayerRecord
 from mmjax.models.moe import RouterBias
-from mmjax.models.vision import Projector, VisionTower
+from mmjax.models.qwen_vision import token_positions
+from mmjax.models.towers import VisualFeatures, make_projector, make_tower, read_pictures
 
 # Arrays of a model by dotted path, e.g. "decoder.segments.0.layers.1.mixer.query".
 Arrays = dict[str, Any]
 
 
 class MultimodalModel(nnx.Module):
-    """Decoder whose image placeholders are replaced by projected features of the vision tower."""
+    """Decoder whose placeholders of pictures and sounds are replaced by projected features of their towers."""
 
     def __init__(self, model: ModelConfig):
         self.model = model
         self.decoder = Decoder(model)
         if model.vision.is_present:
-            self.vision = VisionTower(model.vision, model.initializer_range, model.parameter_dtype)
-            self.projector = Projector(model.vision, model.width, model.parameter_dtype)
+            self.vision = make_tower(model)
+            self.projector = make_projector(model)
+        if model.audio.is_present:
+            self.audio = AudioTower(model.audio, model.initializer_range, model.parameter_dtype)
+            options = (model.width, model.initializer_range, model.parameter_dtype)
+            self.audio_projector = AudioProjector(model.audio, *options)
 
     def __call__(
-        self, batch: Batch, *, keep_hidden: bool = False
+        self,
+        batch: Batch,
+        *,
+        sounds: Sounds | None = None,
+        cache: DecoderCache | None = None,
+        keep_hidden: bool = False,
     ) -> tuple[jax.Array, tuple[tuple[LayerRecord, ...], ...]]:
-        """This device's rows of a batch -> normed hidden values [b, s, d] and the layers' records."""
-        embeddings = self.decoder.embed(batch.tokens)
-        if self.model.vision.is_present:
-            embeddings = place_features(embeddings, self.image_features(batch), batch.feature_index)
-        return self.decoder(embeddings, batch.segment_ids, keep_hidden=keep_hidden)
+        """This device's rows of a batch -> normed hidden values [b, s, d] and the layers' records.
 
-    def image_features(self, batch: Batch) -> jax.Array:
-        """Projected image features [b, P/4, d] of each row, in the compute dtype."""
-        patches = batch.patches.astype(self.model.compute_dtype)
-        return self.projector(
-            self.vision(patches, batch.patch_segment_ids, batch.patch_position, batch.patch_grid, batch.patch_feature)
+        With a `cache` each row is one document that goes on behind what it holds (see `Decoder`).
+        """
+        embeddings = self.decoder.embed(batch.tokens)
+        return self.from_embeddings(embeddings, batch, sounds=sounds, cache=cache, keep_hidden=keep_hidden)
+
+    def from_embeddings(
+        self,
+        embeddings: jax.Array,
+        batch: Batch,
+        *,
+        sounds: Sounds | None = None,
+        cache: DecoderCache | None = None,
+        keep_hidden: bool = False,
+    ) -> tuple[jax.Array, tuple[tuple[LayerRecord, ...], ...]]:
+        """The same from embeddings [b, s, d] of `batch.tokens`."""
+        additions, positions = None, self.positions(batch)
+        if self.model.vision.is_present and batch.patches.shape[1]:
+            pictures = self.picture_features(batch)
+            embeddings = place_features(embeddings, pictures.features, batch.feature_index)
+            if pictures.deep is not None:
+                nothing = jnp.zeros_like(embeddings)
+                additions = jax.vmap(lambda deep: place_features(nothing, deep, batch.feature_index))(pictures.deep)
+        if sounds is not None:
+            embeddings = place_features(embeddings, self.sound_features(sounds), sounds.feature_index)
+        return self.decoder(
+            embeddings, batch.segment_ids, positions, additions=additions, cache=cache, keep_hidden=keep_hidden
         )
+
+    def positions(self, batch: Batch) -> jax.Array:
+        """What rotation turns tokens by: [b, s], or [3, b, s] (frame, row and column) if there are pictures."""
+        has_pictures = self.model.vision.is_present and batch.patches.shape[1]
+        return (
+            token_positions(batch) if has_pictures and self.model.grouped_attention.rotary.sections else batch.positions
+        )
+
+    def sound_features(self, sounds: Sounds) -> jax.Array:
+        """Projected features [b, F, d] of each row's sounds, in the compute dtype."""
+        spectrograms = sounds.spectrograms.astype(self.model.compute_dtype)
+        return hear(self.audio, self.audio_projector, spectrograms, sounds.feature_index)
+
+    def picture_features(self, batch: Batch) -> VisualFeatures:
+        """Projected features of each row's pictures, in the compute dtype."""
+        patches = batch.patches.astype(self.model.compute_dtype)
+        return read_pictures(self.vision, self.projector, patches, batch)
 
 
 def place_features(embeddings: jax.Array, features: jax.Array, feature_index: jax.Array) -> jax.Array:
@@ -61,28 +108,62 @@ class ModelDefinition:
     """Abstract variables of what is trained, with `array_axes`."""
     router_biases: dict[str, nnx.Variable]
     """Abstract variables that the router update moves, not the optimizer."""
+    frozen: dict[str, nnx.Variable]
+    """Abstract variables that nothing moves: packed experts, and under adapters the whole model."""
+    adapted: frozenset[str] = frozenset()
+    """Paths of the frozen weights that an adapter stands around."""
 
-    def assemble(self, parameters: Mapping[str, jax.Array], router_biases: Mapping[str, jax.Array]) -> MultimodalModel:
+    def assemble(
+        self,
+        parameters: Mapping[str, jax.Array],
+        router_biases: Mapping[str, jax.Array],
+        frozen: Mapping[str, jax.Array] | None = None,
+    ) -> MultimodalModel:
         """The model holding these arrays (tracers too)."""
-        states = (_fill(self.parameters, parameters), _fill(self.router_biases, router_biases))
-        return nnx.merge(self.graph, *states)
+        groups = ((self.parameters, parameters), (self.router_biases, router_biases), (self.frozen, frozen or {}))
+        return nnx.merge(self.graph, *(self._fill(*group) for group in groups))
+
+    def _fill(self, variables: Mapping[str, nnx.Variable], arrays: Mapping[str, jax.Array]) -> nnx.State:
+        if variables.keys() != arrays.keys():
+            raise ValueError(f"arrays do not match the model: {sorted(variables.keys() ^ arrays.keys())}")
+        return nnx.from_flat_state(
+            ((*path_of(name), *([_BASE] if name in self.adapted else [])), v.replace(arrays[name]))
+            for name, v in variables.items()
+        )
+
+
+# Where `LoraWeight` holds the weight that it adapts; no part of a path, which is the same with and without adapters.
+_BASE = "lora_base"
 
 
 def define(model: ModelConfig) -> ModelDefinition:
     """The definition of `model`; no array is made, whatever its size."""
-    graph, parameters, router_biases = nnx.split(MultimodalModel(model), nnx.Param, RouterBias)
-    return ModelDefinition(graph, _by_path(parameters), _by_path(router_biases))
+    return definition_of(MultimodalModel(model), nnx.Param)
 
 
-def _by_path(state: nnx.State) -> dict[str, nnx.Variable]:
-    return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+def definition_of(module: MultimodalModel, trained: type[nnx.Variable]) -> ModelDefinition:
+    """The definition of a described model whose variables of the kind `trained` are trained."""
+    graph, *states = nnx.split(module, trained, RouterBias, ...)
+    flat = [dict(nnx.to_flat_state(state)) for state in states]
+    parameters, router_biases, frozen = cast("list[dict[tuple[str | int, ...], nnx.Variable]]", flat)
+    adapted = {path[:-1] for path in frozen if path[-1] == _BASE}
+    frozen = {path[:-1] if path[-1] == _BASE else path: variable for path, variable in frozen.items()}
+    return ModelDefinition(
+        graph,
+        _by_name(parameters),
+        _by_name(router_biases),
+        _by_name(frozen),
+        frozenset(_name_of(path) for path in adapted),
+    )
 
 
-def _fill(variables: Mapping[str, nnx.Variable], arrays: Mapping[str, jax.Array]) -> nnx.State:
-    if variables.keys() != arrays.keys():
-        raise ValueError(f"arrays do not match the model: {sorted(variables.keys() ^ arrays.keys())}")
-    return nnx.from_flat_state((_path_of(name), v.replace(arrays[name])) for name, v in variables.items())
+def _by_name(variables: Mapping[tuple, nnx.Variable]) -> dict[str, nnx.Variable]:
+    return {_name_of(path): variable for path, variable in variables.items()}
 
 
-def _path_of(name: str) -> tuple[str | int, ...]:
+def _name_of(path: tuple[str | int, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def path_of(name: str) -> tuple[str | int, ...]:
     return tuple(int(part) if part.isdigit() else part for part in name.split("."))

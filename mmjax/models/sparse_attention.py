@@ -1,4 +1,4 @@
-"""Multi-head latent attention without rotation (MLA), its output gate, and its lightning indexer (DSA)."""
+"""Multi-head latent attention (MLA), its rotation and output gate, and its lightning indexer (DSA)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +8,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mmjax.axes import TENSOR
 from mmjax.config import ModelConfig
-from mmjax.models.layers import at_least_float32, normal, ones, parameter, rms_norm, use
+from mmjax.models.cache import LatentCache, write
+from mmjax.models.layers import at_least_float32, layer_norm, normal, ones, parameter, project, rms_norm
+from mmjax.models.rotary import rotate, rotation
 from mmjax.parallel.fsdp import varying_like
-from mmjax.parallel.tensor import column, row
-from pallas_kernels.sparse_attention.api import attention, indexer_loss, select_keys, selected_attention
-
-
-def layer_norm(inputs: jax.Array, scale: jax.Array, bias: jax.Array | None, epsilon: float) -> jax.Array:
-    """`(inputs - mean) / sqrt(variance + epsilon) * scale + bias` over the last axis, in at least float32."""
-    wide = inputs.astype(at_least_float32(inputs.dtype))
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    normalised = centred * lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
-    result = normalised * jnp.broadcast_to(scale, inputs.shape).astype(wide.dtype)
-    if bias is not None:
-        result += jnp.broadcast_to(bias, inputs.shape).astype(wide.dtype)
-    return result.astype(inputs.dtype)
+from pallas_kernels.sparse_attention.api import (
+    attention,
+    cached_attention,
+    indexer_loss,
+    select_cached_keys,
+    select_keys,
+    selected_attention,
+)
 
 
 class Indexer(nnx.Module):
@@ -34,7 +31,7 @@ class Indexer(nnx.Module):
     def __init__(self, model: ModelConfig):
         full, indexer = model.full_attention, model.full_attention.indexer
         initializer, dtype = normal(model.initializer_range), model.parameter_dtype
-        self.key_norm_epsilon, self.has_key_norm_bias = model.norm_epsilon, indexer.key_norm_bias
+        self.config = indexer
         # Without a query latent the queries come from the layer's input.
         input_width, input_axis = (full.query_rank, "rank_weight") if full.query_rank else (model.width, "model_weight")
         self.query_up = parameter(
@@ -46,23 +43,31 @@ class Indexer(nnx.Module):
             self.key_norm_bias = parameter(jax.nn.initializers.zeros, (indexer.head_width,), (None,), dtype)
         self.head_weight = parameter(initializer, (model.width, indexer.num_heads), ("model_weight", None), dtype)
 
-    def __call__(self, inputs: jax.Array, query_inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(
+        self, inputs: jax.Array, query_inputs: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[b, s, D], [b, s, query rank or D] -> queries [b, s, J, K], keys [b, s, K], head weights [b, s, J]."""
-        inputs, query_inputs, dtype = lax.stop_gradient(inputs), lax.stop_gradient(query_inputs), inputs.dtype
-        query = jnp.einsum("bsr,rjk->bsjk", query_inputs, use(self.query_up, dtype))
-        bias = self.key_norm_bias.get_value() if self.has_key_norm_bias else None
-        key = jnp.einsum("bsd,dk->bsk", inputs, use(self.key, dtype))
-        key = layer_norm(key, self.key_norm_scale.get_value(), bias, self.key_norm_epsilon)
-        head_weight = jnp.einsum("bsd,dj->bsj", inputs, use(self.head_weight, dtype))
+        config = self.config
+        inputs, query_inputs = lax.stop_gradient(inputs), lax.stop_gradient(query_inputs)
+        query = project("bsr,rjk->bsjk", query_inputs, self.query_up)
+        bias = self.key_norm_bias.get_value() if config.key_norm_bias else None
+        key = project("bsd,dk->bsk", inputs, self.key)
+        key = layer_norm(key, self.key_norm_scale.get_value(), bias, config.key_norm_epsilon)
+        if config.rotary.width:
+            turned = rotation(config.rotary, positions, inputs.dtype)
+            query, key = rotate(query, turned, config.rotary), rotate(key, turned, config.rotary)
+        head_weight = project("bsd,dj->bsj", inputs, self.head_weight)
         return query, key, head_weight * head_weight.shape[-1] ** -0.5
 
 
 class LatentAttention(nnx.Module):
-    """Gated MLA: keys and values come from one narrow latent per token; heads are split over the tensor axis.
+    """MLA: keys and values come from one narrow latent per token; heads are split over the tensor axis.
 
         c_q = norm(x W_qd)                q = c_q W_qu              (or q = x W_q)
         (c, k_s) = x W_d;  c = norm(c)    k = (c W_ku | k_s)        v = c W_vu
-        y = [sigmoid(x W_g) * softmax(q k / sqrt(key width), causal) v] W_o
+        y = [sigmoid(x W_g) * softmax(q k / sqrt(key width), causal) v] W_o         (the gate only if the model has one)
+
+    With `rotary` the part of q that meets k_s, and k_s, turn by position.
 
     With an indexer in stage `sparse` each query attends to its `top_k` best keys, in absorbed form: q W_ku against the
     latents themselves. Rows of at most `top_k` positions attend to all keys, which is the same.
@@ -96,24 +101,15 @@ class LatentAttention(nnx.Module):
         self.output = parameter(initializer, output_shape, ("heads", None, "model_weight"), dtype)
         self.indexer = Indexer(model) if full.indexer.stage != "none" else None
 
-    def __call__(self, inputs: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`inputs` [b, s, D], normalised, and segments [b, s] -> ([b, s, D], indexer loss).
+    def __call__(self, inputs: jax.Array, segment_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`inputs` [b, s, D], normalised; segments [b, s]; positions [b, s] or [3, b, s] -> ([b, s, D], indexer loss).
 
         The loss is the sum of the KL divergences of this device's tokens, in at least float32; 0 without an indexer.
         """
         config, dtype = self.config, inputs.dtype
-        scale, chunk = config.key_width**-0.5, config.query_chunk_tokens
-        query_inputs = inputs
-        if config.query_rank:
-            query_inputs = jnp.einsum("bsd,dr->bsr", inputs, use(self.query_down, dtype))
-            query_inputs = rms_norm(query_inputs, self.query_norm.get_value(), config.latent_norm_epsilon)
-        query = column("bsr,rhk->bshk", query_inputs, use(self.query_up if config.query_rank else self.query, dtype))
-        down = jnp.einsum("bsd,dr->bsr", inputs, use(self.latent_down, dtype))
-        latent, shared_key = jnp.split(down, [config.latent_width], axis=-1)
-        latent = rms_norm(latent, self.latent_norm.get_value(), config.latent_norm_epsilon)
-        key_up, value_up = use(self.key_up, dtype), use(self.value_up, dtype)
-
-        index = None if self.indexer is None else self.indexer(inputs, query_inputs)
+        scale, chunk = config.score_factor * config.key_width**-0.5, config.query_chunk_tokens
+        query_inputs, nope_query, shared_query, latent, shared_key = self._project(inputs, positions)
+        index = None if self.indexer is None else self.indexer(inputs, query_inputs, positions)
         indices = None
         if index is not None and config.indexer.stage == "sparse" and inputs.shape[1] > config.indexer.top_k:
             indices = select_keys(*index, segment_ids, top_k=config.indexer.top_k, query_chunk_tokens=chunk)
@@ -121,26 +117,91 @@ class LatentAttention(nnx.Module):
             indices = checkpoint_name(indices, "selected_keys")
 
         if indices is None:
+            query = jnp.concatenate([nope_query, shared_query], axis=-1)
             shape = (*query.shape[:3], config.shared_key_width)
             key = jnp.concatenate(
-                [column("bsr,rhn->bshn", latent, key_up), jnp.broadcast_to(shared_key[:, :, None], shape)], axis=-1
+                [project("bsr,rhn->bshn", latent, self.key_up), jnp.broadcast_to(shared_key[:, :, None], shape)],
+                axis=-1,
             )
-            value = column("bsr,rhv->bshv", latent, value_up)
+            value = project("bsr,rhv->bshv", latent, self.value_up)
             mixed = attention(query, key, value, segment_ids, scale=scale, query_chunk_tokens=chunk)
         else:
-            nope_query, shared_query = jnp.split(query, [config.nope_width], axis=-1)
-            query = jnp.concatenate([column("bshn,rhn->bshr", nope_query, key_up), shared_query], axis=-1)
+            query = self._absorbed(nope_query, shared_query)
             key = jnp.concatenate([latent, shared_key], axis=-1)
             mixed = selected_attention(
                 query, key, indices, scale=scale, value_width=config.latent_width, query_chunk_tokens=chunk
             )
-            mixed, key = column("bshr,rhv->bshv", mixed, value_up), key[:, :, None]
+            mixed, key = project("bshr,rhv->bshv", mixed, self.value_up), key[:, :, None]
 
         loss = varying_like(jnp.zeros((), at_least_float32(dtype)), inputs)
         if index is not None:
             loss = indexer_loss(
                 *index, query, key, segment_ids, indices, scale=scale, head_axis=TENSOR, query_chunk_tokens=chunk
             ).sum()
-        if config.output_gate == "sigmoid":
-            mixed *= jax.nn.sigmoid(column("bsd,dhv->bshv", inputs, use(self.output_gate, dtype)))
-        return row("bshv,hvd->bsd", mixed, use(self.output, dtype)), loss
+        return self._finish(inputs, mixed), loss
+
+    def extend(
+        self, inputs: jax.Array, slots: jax.Array, positions: jax.Array, cache: LatentCache
+    ) -> tuple[jax.Array, LatentCache]:
+        """The same, always in absorbed form, for tokens at `slots` [b, s] behind those that `cache` holds; no loss.
+
+        Returns the output and the cache of both.
+        """
+        config = self.config
+        scale, chunk = config.score_factor * config.key_width**-0.5, config.query_chunk_tokens
+        query_inputs, nope_query, shared_query, latent, shared_key = self._project(inputs, positions)
+        query = self._absorbed(nope_query, shared_query)
+        key = write(cache.key, slots, jnp.concatenate([latent, shared_key], axis=-1))
+        index_key = cache.index_key
+        if self.indexer is None or index_key is None:
+            heads_key = key[:, :, None]
+            value = heads_key[..., : config.latent_width]
+            mixed = cached_attention(query, heads_key, value, slots, scale=scale, query_chunk_tokens=chunk)
+        else:
+            index_query, new_index_key, head_weight = self.indexer(inputs, query_inputs, positions)
+            index_key = write(index_key, slots, new_index_key)
+            top_k = config.indexer.top_k
+            indices = select_cached_keys(
+                index_query, index_key, head_weight, slots, top_k=top_k, query_chunk_tokens=chunk
+            )
+            mixed = selected_attention(
+                query, key, indices, scale=scale, value_width=config.latent_width, query_chunk_tokens=chunk
+            )
+        mixed = project("bshr,rhv->bshv", mixed, self.value_up)
+        return self._finish(inputs, mixed), LatentCache(key, index_key)
+
+    def empty_cache(self, rows: int, capacity: int, dtype: jax.typing.DTypeLike) -> LatentCache:
+        """Of `rows` rows with room for `capacity` tokens; with index keys if there may be more of them than `top_k`."""
+        config, indexer = self.config, self.config.indexer
+        index_key = None
+        if indexer.stage == "sparse" and capacity > indexer.top_k:
+            index_key = jnp.zeros((rows, capacity, indexer.head_width), dtype)
+        return LatentCache(jnp.zeros((rows, capacity, config.latent_width + config.shared_key_width), dtype), index_key)
+
+    def _project(self, inputs: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+        """What queries come from, both parts of queries [b, s, H, ...], latents [b, s, R], keys shared by all heads."""
+        config = self.config
+        query_inputs = inputs
+        if config.query_rank:
+            query_inputs = project("bsd,dr->bsr", inputs, self.query_down)
+            query_inputs = rms_norm(query_inputs, self.query_norm.get_value(), config.latent_norm_epsilon)
+        query = project("bsr,rhk->bshk", query_inputs, self.query_up if config.query_rank else self.query)
+        down = project("bsd,dr->bsr", inputs, self.latent_down)
+        latent, shared_key = jnp.split(down, [config.latent_width], axis=-1)
+        latent = rms_norm(latent, self.latent_norm.get_value(), config.latent_norm_epsilon)
+
+        nope_query, shared_query = jnp.split(query, [config.nope_width], axis=-1)
+        if config.rotary.width:
+            turned = rotation(config.rotary, positions, inputs.dtype)
+            shared_query = rotate(shared_query, turned, config.rotary)
+            shared_key = rotate(shared_key, turned, config.rotary)
+        return query_inputs, nope_query, shared_query, latent, shared_key
+
+    def _absorbed(self, nope_query: jax.Array, shared_query: jax.Array) -> jax.Array:
+        """Queries against the latents and the shared key: [b, s, H, R + K]."""
+        return jnp.concatenate([project("bshn,rhn->bshr", nope_query, self.key_up), shared_query], axis=-1)
+
+    def _finish(self, inputs: jax.Array, mixed: jax.Array) -> jax.Array:
+        if self.config.output_gate == "sigmoid":
+            mixed *= jax.nn.sigmoid(project("bsd,dhv->bshv", inputs, self.output_gate))
+        return project("bshv,hvd->bsd", mixed, self.output, is_row=True)

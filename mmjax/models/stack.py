@@ -23,6 +23,12 @@ def stacked(layer: Layer, num_repeats: int) -> Layer:
     return nnx.merge(graph, jax.tree.map(add_axis, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
+def part_of_stack(stack: nnx.Module, start: int, stop: int) -> nnx.Module:
+    """Layers `start` to `stop` of a stack, as a stack."""
+    graph, state = nnx.split(stack)
+    return nnx.merge(graph, jax.tree.map(lambda array: array[start:stop], state))
+
+
 def scan_stack(
     stack: nnx.Module,
     carry: Any,

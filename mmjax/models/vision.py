@@ -12,6 +12,7 @@ Source: Kimi K3 technical report, arXiv:2607.24653, section 2.4.
 """
 
 from functools import partial, reduce
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from flax import nnx
 
 from mmjax.config import VisionConfig
 from mmjax.models import layers
-from mmjax.models.layers import Initializer, at_least_float32, normal, parameter, use
+from mmjax.models.layers import Initializer, at_least_float32, normal, parameter, project, use
 from mmjax.models.stack import scan_stack, stacked
 from pallas_kernels.sparse_attention.api import attention
 
@@ -52,7 +53,7 @@ class VisionTower(nnx.Module):
         # Numbers in padding slots must not reach a sum, so even a NaN there does no harm.
         patches = jnp.where(is_patch, patches, 0)
         position, grid = jnp.where(is_patch, position, 0), jnp.where(is_patch, grid, 1)
-        hidden = jnp.einsum("bpi,id->bpd", patches, use(self.patch_embedding, dtype))
+        hidden = project("bpi,id->bpd", patches, self.patch_embedding)
         hidden += interpolated_position(use(self.position_table, dtype), position, grid)
         hidden += time_position(position, grid, self.vision.width, dtype)
         rotation = rotary_angles(position, self.vision.head_width, self.vision.rope_base, dtype)
@@ -83,7 +84,7 @@ class VisionLayer(nnx.Module):
         """`hidden` [b, P, D] -> the same; `rotation` [b, P, K/2] angles."""
         dtype = hidden.dtype
         normed = wide_rms_norm(hidden, self.attention_norm, self.epsilon)
-        query, key, value = jnp.einsum("bpd,dchk->cbphk", normed, use(self.query_key_value, dtype))
+        query, key, value = project("bpd,dchk->cbphk", normed, self.query_key_value)
         mixed = attention(
             rotate_pairs(query, rotation),
             rotate_pairs(key, rotation),
@@ -92,10 +93,10 @@ class VisionLayer(nnx.Module):
             scale=query.shape[-1] ** -0.5,
             is_causal=False,
         )
-        hidden += jnp.einsum("bphk,hkd->bpd", mixed.astype(dtype), use(self.output, dtype))
+        hidden += project("bphk,hkd->bpd", mixed.astype(dtype), self.output)
         normed = wide_rms_norm(hidden, self.mlp_norm, self.epsilon)
-        bent = jax.nn.gelu(jnp.einsum("bpd,df->bpf", normed, use(self.up, dtype)), approximate=True)
-        return hidden + jnp.einsum("bpf,fd->bpd", bent, use(self.down, dtype))
+        bent = jax.nn.gelu(project("bpd,df->bpf", normed, self.up), approximate=True)
+        return hidden + project("bpf,fd->bpd", bent, self.down)
 
 
 class Projector(nnx.Module):
@@ -113,9 +114,9 @@ class Projector(nnx.Module):
 
     def __call__(self, features: jax.Array) -> jax.Array:
         """`features` [b, P/4, 4 * width] -> [b, P/4, D] of the same dtype; zero stays zero."""
-        dtype = features.dtype
-        bent = jax.nn.gelu(jnp.einsum("bpm,mn->bpn", features, use(self.up, dtype)), approximate=False)
-        return wide_rms_norm(jnp.einsum("bpn,nd->bpd", bent, use(self.down, dtype)), self.norm, self.epsilon)
+
+        bent = jax.nn.gelu(project("bpm,mn->bpn", features, self.up), approximate=False)
+        return wide_rms_norm(project("bpn,nd->bpd", bent, self.down), self.norm, self.epsilon)
 
 
 def wide_rms_norm(inputs: jax.Array, scale: nnx.Variable, epsilon: float) -> jax.Array:
@@ -124,14 +125,17 @@ def wide_rms_norm(inputs: jax.Array, scale: nnx.Variable, epsilon: float) -> jax
     return layers.rms_norm(inputs.astype(wide), use(scale, wide), epsilon).astype(inputs.dtype)
 
 
-def interpolated_position(table: jax.Array, position: jax.Array, grid: jax.Array) -> jax.Array:
+def interpolated_position(
+    table: jax.Array, position: jax.Array, grid: jax.Array, *, corners: Literal["half_pixel", "aligned"] = "half_pixel"
+) -> jax.Array:
     """The learned `table` [rows, columns, D] resized to each patch's image, at that patch: [b, P, D].
 
-        source = clip((index + 1/2) * table_size / image_size - 1/2, 0, table_size - 1)
+        half_pixel: source = clip((index + 1/2) * table_size / image_size - 1/2, 0, table_size - 1)
+        aligned:    source = index * (table_size - 1) / max(image_size - 1, 1)
 
-    and the four entries around it mixed linearly, in at least float32: bilinear at half-pixel centres, no antialiasing,
-    edges clamped. An image of the table's size gets the table itself. Equal to torch's
-    `interpolate(mode="bilinear", align_corners=False)`.
+    and the four entries around it mixed linearly, in at least float32: bilinear, no antialiasing, edges clamped. An
+    image of the table's size gets the table itself. Equal to torch's `interpolate(mode="bilinear")` with
+    `align_corners` False and True.
     """
     wide = at_least_float32(table.dtype)
 
@@ -139,7 +143,10 @@ def interpolated_position(table: jax.Array, position: jax.Array, grid: jax.Array
         """(index, share) of the entry before and after a patch, along rows (0) or columns (1)."""
         size = table.shape[axis]
         index, image_size = position[..., axis + 1].astype(wide), grid[..., axis + 1].astype(wide)
-        source = jnp.clip((index + 0.5) * (size / image_size) - 0.5, 0, size - 1)
+        if corners == "half_pixel":
+            source = jnp.clip((index + 0.5) * (size / image_size) - 0.5, 0, size - 1)
+        else:
+            source = index * ((size - 1) / jnp.maximum(image_size - 1, 1))
         before = jnp.floor(source)
         after_share = source - before
         before = before.astype(jnp.int32)

@@ -21,6 +21,9 @@ def gather_for_use(weight: jax.Array, array_axes: tuple[str | None, ...], dtype:
     if not gathered:
         return weight.astype(dtype)
     ((dimension, mesh_axes),) = gathered
+    if lax.axis_size(mesh_axes) == 1:
+        # Nothing to gather; XLA would copy the weight all the same.
+        return make_varying(weight.astype(dtype), mesh_axes)
     return _gather(weight, mesh_axes, dimension, np.dtype(dtype), weight.dtype)
 
 

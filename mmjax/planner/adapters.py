@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmjax.config import ModelConfig
-from mmjax.planner.parameters import ParameterArray, parameter_arrays, wide
+from mmjax.planner.parameters import ParameterArray, is_projection, parameter_arrays, wide
 
 # Parts whose matrices adapters are put on; routed experts besides, when they have a rank.
 ADAPTED_PARTS = ("linear attention", "full attention", "dense MLP", "shared experts")
+
+
+# The same, and the experts', as `lora.targets`.
+ADAPTED_NAMES = (r".*\.mixer\.(?!indexer\.).*", r".*\.mlp\.(shared\.)?(gate|up|down)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,10 @@ class Tuning:
     """Of the adapters on each routed expert; 0 puts none there (`lora` only)."""
     experts_at_rest: Literal["parameter_dtype", "mxfp4"] = "parameter_dtype"
     """How frozen routed experts are held (`lora` only)."""
+    has_shared_down: bool = False
+    """The first factor of routed experts' adapters is one for all experts of a layer (`lora` only)."""
+    adapted: tuple[tuple[str, str, int], ...] | None = None
+    """(part, path, layers) of what adapters are on (`lora` only); None: attention, MLPs and, with a rank, experts."""
 
 
 FULL = Tuning()
@@ -51,12 +59,18 @@ def trained_arrays(model: ModelConfig, tuning: Tuning = FULL) -> list[ParameterA
 def _adapters(array: ParameterArray, tuning: Tuning) -> list[ParameterArray]:
     is_expert = array.part == "routed experts"
     rank = tuning.expert_rank if is_expert else tuning.rank
-    if not rank or not array.is_matrix or not (is_expert or array.part in ADAPTED_PARTS):
+    if not rank or not is_projection(array.name, len(array.shape)):
+        return []
+    count = array.count if is_expert or array.part in ADAPTED_PARTS else 0
+    if tuning.adapted is not None:
+        count = sum(layers for part, path, layers in tuning.adapted if (part, path) == (array.part, array.path))
+    if not count:
         return []
     stacked = int(is_expert)
     split = stacked + array.num_input_axes
     experts, expert_axes = array.shape[:stacked], array.array_axes[:stacked]
-    down = ((*array.shape[:split], rank), (*array.array_axes[:split], None))
+    first = stacked if tuning.has_shared_down else 0
+    down = ((*array.shape[first:split], rank), (*array.array_axes[first:split], None))
     up = ((*experts, rank, *array.shape[split:]), (*expert_axes, None, *array.array_axes[split:]))
     return [
         dataclasses.replace(
@@ -65,6 +79,7 @@ def _adapters(array: ParameterArray, tuning: Tuning) -> list[ParameterArray]:
             part="adapters",
             shape=shape,
             array_axes=array_axes,
+            count=count,
             dtype=wide(array.dtype),
         )
         for name, (shape, array_axes) in {"down": down, "up": up}.items()

@@ -15,7 +15,10 @@ _FLOPS_PER_WEIGHT = 2
 # Forward and backward work over forward work: two more products for each one, one for inputs and one for weights.
 TRAINING_FACTOR = 3
 # Parts that multiply activations with activations: frozen weights do not make their backward pass cheaper.
-WEIGHTLESS_PARTS = ("linear attention recurrence", "full attention scores", "attention residuals")
+WEIGHTLESS_PARTS = (
+    *("linear attention recurrence", "full attention scores"),
+    *("attention residuals", "hyper connections"),
+)
 
 
 def forward_flops(model: ModelConfig, row_tokens: int) -> dict[str, float]:
@@ -23,39 +26,85 @@ def forward_flops(model: ModelConfig, row_tokens: int) -> dict[str, float]:
 
         projections, experts, head:  2 for each weight used
         linear attention, per head:  6 K V + C (2 K + V) + C^2            (chunks of C)
-        full attention, per head:    2 (K + V) keys,  keys = (S + 1) / 2  (document of S, causal)
+        full attention, per head:    2 (K + V) keys,  keys = (S + 1) / 2  (document of S, causal; grouped: K = V)
         sparse attention, per head:  2 (2 L + K_shared) keys, keys = mean of min(position, top_k); L the latent width
         indexer:                     2 J K_indexer (S + 1) / 2
         attention residual:          6 D for each source of each mix
+        hyper connections:           2 n D ((2 + n) n + n + 2) for each mixer and MLP, n streams
 
     Source: the linear attention term is that of the Kimi K3 technical report, arXiv:2607.24653.
     """
-    linear, full, moe = model.linear_attention, model.full_attention, model.moe
-    indexer, width = full.indexer, model.width
+    moe, width = model.moe, model.width
     kinds = layer_kinds(model)
     num_linear = sum(mixer == "linear" for mixer, _ in kinds)
     num_full = len(kinds) - num_linear
     num_moe = sum(mlp == "moe" for _, mlp in kinds)
-    linear_keys, linear_values = linear.num_heads * linear.key_width, linear.num_heads * linear.value_width
+    of_linear = _kimi_delta_flops if model.linear_attention_kind == "kimi_delta" else _gated_delta_net_flops
+    linear_weights, recurrence = of_linear(model)
+    of_full = _grouped_attention_flops if model.full_attention_kind == "grouped" else _latent_attention_flops
+    full_weights, scores, indexing = of_full(model, row_tokens)
 
+    expert_input = moe.latent_width or width
+    shared_gate = width if moe.shared_hidden_width and moe.shared_gate == "sigmoid" else 0
+    num_matrices = 3 if model.dense_mlp == "gated" else 2
+    return {
+        "linear attention projections": num_linear * linear_weights,
+        "linear attention recurrence": num_linear * recurrence,
+        "full attention projections": num_full * full_weights,
+        "full attention scores": num_full * scores,
+        "indexer": num_full * indexing,
+        "router": num_moe * _FLOPS_PER_WEIGHT * width * moe.num_experts,
+        "latent projections": num_moe * _FLOPS_PER_WEIGHT * 2 * width * moe.latent_width,
+        "routed experts": num_moe * _FLOPS_PER_WEIGHT * moe.experts_per_token * 3 * expert_input * moe.expert_width,
+        "shared experts": num_moe * _FLOPS_PER_WEIGHT * (3 * width * moe.shared_hidden_width + shared_gate),
+        "dense MLP": (len(kinds) - num_moe) * _FLOPS_PER_WEIGHT * num_matrices * width * moe.dense_width,
+        "attention residuals": 6 * width * sum(_residual_sources(model)) if model.residual == "attention" else 0,
+        "hyper connections": 2 * len(kinds) * _stream_flops(model) if model.residual == "hyper" else 0,
+        "head": _FLOPS_PER_WEIGHT * width * model.vocabulary_size,
+    }
+
+
+def _kimi_delta_flops(model: ModelConfig) -> tuple[float, float]:
+    """(projections, recurrence) of one layer."""
+    linear, width = model.linear_attention, model.width
+    keys, values = linear.num_heads * linear.key_width, linear.num_heads * linear.value_width
     gate_rank = linear.output_gate_rank
-    full_gate = linear.output_gate == "full"
-    linear_weights = (
-        width * (2 * linear_keys + linear_values)
-        + linear.convolution_width * (2 * linear_keys + linear_values)
+    weights = (
+        (width + linear.convolution_width) * (2 * keys + values)
         + width * linear.num_heads
-        + linear.decay_rank * (width + linear_keys)
-        + (width * linear_values if full_gate else gate_rank * (width + linear_values))
-        + linear_values * width
+        + linear.decay_rank * (width + keys)
+        + (width * values if linear.output_gate == "full" else gate_rank * (width + values))
+        + values * width
     )
-    chunk = linear.chunk_tokens
-    recurrence = linear.num_heads * (
-        6 * linear.key_width * linear.value_width + chunk * (2 * linear.key_width + linear.value_width) + chunk**2
-    )
+    recurrence = linear.num_heads * _recurrence_flops(linear.key_width, linear.value_width, linear.chunk_tokens)
+    return _FLOPS_PER_WEIGHT * weights, recurrence
 
+
+def _gated_delta_net_flops(model: ModelConfig) -> tuple[float, float]:
+    """(projections, recurrence) of one layer."""
+    net, width = model.gated_delta_net, model.width
+    keys, values = net.num_key_heads * net.key_width, net.num_value_heads * net.value_width
+    weights = (width + net.convolution_width) * (2 * keys + values) + 2 * width * (net.num_value_heads + values)
+    recurrence = net.num_value_heads * _recurrence_flops(net.key_width, net.value_width, net.chunk_tokens)
+    return _FLOPS_PER_WEIGHT * weights, recurrence
+
+
+def _stream_flops(model: ModelConfig) -> int:
+    """What one mixer or MLP takes from the residual streams and gives back to them."""
+    streams = model.hyper_connections.num_streams
+    return 2 * streams * model.width * ((2 + streams) * streams + streams + 2)
+
+
+def _recurrence_flops(key_width: int, value_width: int, chunk: int) -> int:
+    return 6 * key_width * value_width + chunk * (2 * key_width + value_width) + chunk**2
+
+
+def _latent_attention_flops(model: ModelConfig, row_tokens: int) -> tuple[float, float, float]:
+    """(projections, scores, indexer) of one layer."""
+    full, indexer, width = model.full_attention, model.full_attention.indexer, model.width
     heads = full.num_heads
     query_input = full.query_rank or width
-    full_weights = (
+    weights = (
         width * full.query_rank
         + query_input * heads * full.key_width
         + width * (full.latent_width + full.shared_key_width)
@@ -67,46 +116,50 @@ def forward_flops(model: ModelConfig, row_tokens: int) -> dict[str, float]:
     if indexer.stage == "sparse":
         seen = min(indexer.top_k, row_tokens)
         keys = seen - seen * (seen - 1) / (2 * row_tokens)
-        scores = _FLOPS_PER_WEIGHT * heads * (2 * full.latent_width + full.shared_key_width) * keys
+        scores = heads * (2 * full.latent_width + full.shared_key_width) * keys
     else:
-        scores = _FLOPS_PER_WEIGHT * heads * (full.key_width + full.value_width) * causal_keys
-    indexer_weights = query_input * indexer.num_heads * indexer.head_width + width * (
-        indexer.head_width + indexer.num_heads
-    )
-    indexing = _FLOPS_PER_WEIGHT * (indexer_weights + indexer.num_heads * indexer.head_width * causal_keys)
+        scores = heads * (full.key_width + full.value_width) * causal_keys
+    indexing = 0.0
+    if indexer.stage != "none":
+        indexing = query_input * indexer.num_heads * indexer.head_width
+        indexing += width * (indexer.head_width + indexer.num_heads)
+        indexing += indexer.num_heads * indexer.head_width * causal_keys
+    return _FLOPS_PER_WEIGHT * weights, _FLOPS_PER_WEIGHT * scores, _FLOPS_PER_WEIGHT * indexing
 
-    expert_input = moe.latent_width or width
-    return {
-        "linear attention projections": num_linear * _FLOPS_PER_WEIGHT * linear_weights,
-        "linear attention recurrence": num_linear * recurrence,
-        "full attention projections": num_full * _FLOPS_PER_WEIGHT * full_weights,
-        "full attention scores": num_full * scores,
-        "indexer": num_full * indexing if indexer.stage != "none" else 0,
-        "router": num_moe * _FLOPS_PER_WEIGHT * width * moe.num_experts,
-        "latent projections": num_moe * _FLOPS_PER_WEIGHT * 2 * width * moe.latent_width,
-        "routed experts": num_moe * _FLOPS_PER_WEIGHT * moe.experts_per_token * 3 * expert_input * moe.expert_width,
-        "shared experts": num_moe * _FLOPS_PER_WEIGHT * moe.num_shared_experts * 3 * width * moe.expert_width,
-        "dense MLP": (len(kinds) - num_moe) * _FLOPS_PER_WEIGHT * 3 * width * moe.dense_width,
-        "attention residuals": 6 * width * sum(_residual_sources(model)) if model.residual == "attention" else 0,
-        "head": _FLOPS_PER_WEIGHT * width * model.vocabulary_size,
-    }
+
+def _grouped_attention_flops(model: ModelConfig, row_tokens: int) -> tuple[float, float, float]:
+    """(projections, scores, 0) of one layer."""
+    grouped = model.grouped_attention
+    num_gates = grouped.num_heads if grouped.output_gate == "sigmoid" else 0
+    weights = model.width * grouped.head_width * (2 * grouped.num_heads + 2 * grouped.num_key_heads + num_gates)
+    scores = grouped.num_heads * 2 * grouped.head_width * (row_tokens + 1) / 2
+    return _FLOPS_PER_WEIGHT * weights, _FLOPS_PER_WEIGHT * scores, 0.0
 
 
 def vision_forward_flops(model: ModelConfig, image_patches: int) -> float:
     """FLOPs of one patch of an image of `image_patches`; 0 without a tower.
 
-    2 for each weight of tower and projector used, 4 K patches for each head's attention.
+    2 for each weight of tower and projector used, 4 K patches for each head's attention. Pictures of CLIP have the size
+    of its position table, whatever `image_patches`.
     """
-    vision = model.vision
+    vision, width = model.vision, model.width
     if not vision.is_present:
         return 0.0
+    if vision.kind == "fuyu":
+        return _FLOPS_PER_WEIGHT * vision.patch_values * width
     heads_width = vision.num_heads * vision.head_width
     layer_weights = 4 * vision.width * heads_width + 2 * vision.width * vision.hidden_width
-    embedding_weights = vision.channels * vision.patch_pixels**2 * vision.width
-    # Four patches share one use of the projector.
-    projector_weights = (vision.merged_width**2 + vision.merged_width * model.width) / 4
-    weights = vision.num_layers * layer_weights + embedding_weights + projector_weights
-    return _FLOPS_PER_WEIGHT * weights + vision.num_layers * 4 * heads_width * image_patches
+    num_layers = vision.num_layers
+    if vision.kind == "clip":
+        # Layers behind the deepest features are not run.
+        num_layers, image_patches = max(vision.feature_depths), 1 + vision.table_rows * vision.table_columns
+        projector_weights = len(vision.feature_depths) * vision.width * width + width**2
+    else:
+        # Four patches share one use of each merger.
+        num_mergers = 1 + len(vision.deep_layers)
+        projector_weights = num_mergers * (vision.merged_width**2 + vision.merged_width * width) / 4
+    weights = num_layers * layer_weights + vision.patch_values * vision.width + projector_weights
+    return _FLOPS_PER_WEIGHT * weights + num_layers * 4 * heads_width * image_patches
 
 
 def adapter_forward_flops(model: ModelConfig, tuning: Tuning) -> float:
@@ -114,7 +167,8 @@ def adapter_forward_flops(model: ModelConfig, tuning: Tuning) -> float:
     moe = model.moe
     size = 0.0
     for array in trained_arrays(model, tuning):
-        if array.part == "adapters":
+        # The tower's see patches, not positions, and weigh little.
+        if array.part == "adapters" and array.in_decoder_layer:
             is_expert = "experts" in array.array_axes
             size += array.size * (moe.experts_per_token / moe.num_experts if is_expert else 1)
     return _FLOPS_PER_WEIGHT * size
@@ -139,8 +193,9 @@ def training_flops(model: ModelConfig, row_tokens: int, tuning: Tuning = FULL) -
 
 
 def vision_training_flops(model: ModelConfig, image_patches: int, tuning: Tuning = FULL) -> float:
-    """FLOPs of one patch: 3 x forward; under LoRA the tower is frozen and nothing before it learns: 1 x forward."""
-    factor = TRAINING_FACTOR if tuning.kind == "full" else 1
+    """FLOPs of one patch: 3 x forward; 2 x in a frozen tower with adapters, 1 x in one without."""
+    has_adapters = any(part in ("vision", "projector") for part, *_ in tuning.adapted or ())
+    factor = TRAINING_FACTOR if tuning.kind == "full" else 2 if has_adapters else 1
     return factor * vision_forward_flops(model, image_patches)
 
 

@@ -99,7 +99,7 @@ def row_bytes(config: RunConfig) -> float:
     3 of position, 3 of grid. Feature: 4.
     """
     vision = config.model.vision
-    patch = 4 * (vision.channels * vision.patch_pixels**2 + 1 + 3 + 3) + 4 / 4
+    patch = 4 * (vision.patch_values + 1 + 3 + 3) + 4 / 4
     return 24 * config.data.row_tokens / config.mesh.context + patch * config.data.row_patches
 
 
@@ -115,6 +115,7 @@ _LAYER_OF = {
     "dense MLP": "dense",
     "norms and mixes": "all",
     "vision": "vision",
+    "audio": "vision",
     "projector": "vision",
 }
 
@@ -168,10 +169,12 @@ class InFlight:
         self.compute = ITEM_BYTES[model.compute_dtype]
         self.wide = ITEM_BYTES[wide(model.compute_dtype)]
         self.kinds = layer_kinds(model)
+        self.num_streams = model.hyper_connections.num_streams if model.residual == "hyper" else 1
         self.stage_layers = -(-len(self.kinds) // mesh.pipe)
 
     def saved_activations(self) -> float:
-        """With remat: t D c a layer, the same for each residual block, expert choices, and selected keys (all int32).
+        """With remat: t D c a layer and residual stream, the same for each residual block, expert choices, and selected
+        keys (all int32).
 
         Without: the working set of every layer. The tower always keeps its layers' inputs only. A pipeline keeps this
         for as many micro-batches as it has stages.
@@ -179,7 +182,8 @@ class InFlight:
         model, width = self.model, self.model.width
         share = self.stage_layers / len(self.kinds)
         num_blocks = -(-model.num_layers // model.residual_block_layers) if model.residual == "attention" else 0
-        streams = (model.num_layers * share + num_blocks + 2) * self.tokens * width * self.compute
+        of_layers = model.num_layers * share * self.num_streams
+        streams = (of_layers + num_blocks + 2) * self.tokens * width * self.compute
         decisions = 0.0
         for mixer, mlp in self.kinds:
             if mlp == "moe":
@@ -190,7 +194,9 @@ class InFlight:
         if model.remat == "none":
             layers += share * sum(self.layer_working_set(mixer, mlp) for mixer, mlp in self.kinds)
         tower = model.vision.num_layers * self.patches * model.vision.width * self.compute
-        features = self.patches / 4 * (2 * model.vision.merged_width + width) * self.compute
+        vision = model.vision
+        merged, per_feature = vision.width * vision.patches_per_feature, vision.patches_per_feature
+        features = self.patches / per_feature * (2 * merged + width) * self.compute
         return layers * self.mesh.pipe + tower + features
 
     def largest_working_set(self) -> float:
@@ -200,9 +206,15 @@ class InFlight:
 
     def layer_working_set(self, mixer: str, mlp: str) -> float:
         """Intermediate values of one decoder layer, kept for its own backward pass, with their copies and gradients."""
-        values = self._linear_attention() if mixer == "linear" else self._full_attention()
+        if mixer == "linear":
+            is_kimi_delta = self.model.linear_attention_kind == "kimi_delta"
+            values = self._linear_attention() if is_kimi_delta else self._gated_delta_net()
+        elif self.model.full_attention_kind == "grouped":
+            values = self._grouped_attention()
+        else:
+            values = self._full_attention()
         values += self._experts() if mlp == "moe" else self._mlp(self.model.moe.dense_width)
-        residual = 4 * self.tokens * self.model.width * self.compute
+        residual = 4 * self.num_streams * self.tokens * self.model.width * self.compute
         return _COPIES * (values + residual)
 
     def exchange_buffers(self) -> float:
@@ -238,7 +250,8 @@ class InFlight:
 
     def _selects(self) -> bool:
         indexer = self.model.full_attention.indexer
-        return indexer.stage == "sparse" and self.config.data.row_tokens > indexer.top_k
+        is_sparse = self.model.full_attention_kind == "latent" and indexer.stage == "sparse"
+        return is_sparse and self.config.data.row_tokens > indexer.top_k
 
     def _linear_attention(self) -> float:
         """Per token and head: q, k, v before and after their convolution, decay, gate, mix; 3 C of a chunk's matrices;
@@ -250,6 +263,15 @@ class InFlight:
         mixed = (qkv + linear.key_width + 2 * linear.value_width) * self.wide
         chunk = (3 * linear.chunk_tokens + linear.key_width * linear.value_width / linear.chunk_tokens) * self.wide
         return self.tokens * heads * (projected + mixed + chunk)
+
+    def _gated_delta_net(self) -> float:
+        """As for linear attention, with keys and queries repeated for each value head, and one decay a head."""
+        net = self.model.gated_delta_net
+        heads, key_heads = net.num_value_heads / self.mesh.tensor, net.num_key_heads / self.mesh.tensor
+        projected = (2 * key_heads * net.key_width + 2 * heads * net.value_width) * self.compute
+        mixed = heads * (2 * net.key_width + 3 * net.value_width) * self.wide
+        chunk = heads * (3 * net.chunk_tokens + net.key_width * net.value_width / net.chunk_tokens) * self.wide
+        return self.tokens * (projected + mixed + chunk)
 
     def _full_attention(self) -> float:
         """Per token: latents, and for each head q, k, v, gate, mix; scores of one chunk of queries; of selected keys, a
@@ -272,6 +294,14 @@ class InFlight:
             2 * heads * keys * self.wide + gathered + index_scores
         )
 
+    def _grouped_attention(self) -> float:
+        """Per token: q and k before and after they turn, v, gate and mix; scores of one chunk of queries."""
+        grouped = self.model.grouped_attention
+        heads, key_heads = grouped.num_heads / self.mesh.tensor, grouped.num_key_heads / self.mesh.tensor
+        values = self.tokens * grouped.head_width * (4 * heads + 3 * key_heads) * self.compute
+        chunk = self.rows * min(grouped.query_chunk_tokens, self.row_tokens)
+        return values + chunk * 2 * heads * self.config.data.row_tokens * self.wide
+
     def _experts(self) -> float:
         """Router scores; copies and outputs of t A rows; 3 hidden values a row; the shared MLP."""
         moe, model = self.model.moe, self.model
@@ -280,7 +310,7 @@ class InFlight:
         computed = self.exchanged_rows()
         routed = 2 * choices * width * self.compute + 3 * computed * moe.expert_width / self.mesh.tensor * self.compute
         router = 2 * self.tokens * moe.num_experts * self.wide
-        return router + routed + self._mlp(moe.num_shared_experts * moe.expert_width)
+        return router + routed + self._mlp(moe.shared_hidden_width)
 
     def _mlp(self, hidden_width: int) -> float:
         return 3 * self.tokens * hidden_width / self.mesh.tensor * self.compute

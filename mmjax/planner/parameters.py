@@ -7,6 +7,7 @@ from typing import Literal
 
 from mmjax.config import MeshConfig, ModelConfig, layer_kinds
 from mmjax.config.faults import SPLIT_OVER
+from mmjax.planner.towers import tower_arrays
 
 Part = Literal[
     "tables",
@@ -20,6 +21,7 @@ Part = Literal[
     "shared experts",
     "dense MLP",
     "vision",
+    "audio",
     "projector",
     "adapters",
 ]
@@ -30,10 +32,9 @@ _NO_MATRICES = (
     "embedding",
     "head",
     "position_table",
-    "decay_bias",
-    "query_convolution",
-    "key_convolution",
-    "value_convolution",
+    "sinusoids",
+    *("decay_bias", "query_bias", "key_bias", "value_bias"),
+    *("query_convolution", "key_convolution", "value_convolution"),
 )
 
 
@@ -72,11 +73,23 @@ class ParameterArray:
     @property
     def num_input_axes(self) -> int:
         """How many axes, after that of the experts, a product with this matrix sums over."""
-        return len(self.shape) - 1 if self.name == "output" else 1
+        return num_input_axes(self.name, len(self.shape))
 
     def rest_bytes(self, entries: float) -> float:
         """Bytes of so many entries as they rest."""
         return entries * 17 / 32 if self.is_packed else entries * ITEM_BYTES[self.dtype]
+
+
+def is_projection(name: str, num_axes: int) -> bool:
+    """Whether an array of this name multiplies inputs in a plain product, as what adapters may stand around does."""
+    # Releases hold the embedding of patches as a convolution, and what mixes streams (`projection`) as a parameter.
+    is_other = name in (*_NO_MATRICES, "router", "patch_embedding", "projection")
+    return num_axes > 1 and not is_other and not name.endswith(("norm", "bias", "convolution"))
+
+
+def num_input_axes(name: str, num_axes: int) -> int:
+    """How many of the axes of a projection, those that count experts left out, are its inputs'."""
+    return num_axes - 1 if name == "output" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,28 +158,51 @@ def parameter_arrays(model: ModelConfig) -> list[ParameterArray]:
             add(part, path, shape, array_axes, count=count, in_decoder_layer=True, **more)
 
     add("tables", "decoder.embedding", (model.vocabulary_size, width), ("vocabulary", "model_weight"))
-    add("tables", "decoder.head", (width, model.vocabulary_size), ("model_weight", "vocabulary"))
-    add("norms and mixes", "decoder.norm", (width,), (None,))
+    if not model.tied_head:
+        add("tables", "decoder.head", (width, model.vocabulary_size), ("model_weight", "vocabulary"))
+    is_layer_norm = model.norm == "layer"
+
+    def norm_paths(path: str) -> tuple[str, ...]:
+        """A LayerNorm has a bias."""
+        is_norm = is_layer_norm and path.endswith("norm") and "residual" not in path
+        return (f"{path}.scale", f"{path}.bias") if is_norm else (path,)
+
+    for path in norm_paths("decoder.norm"):
+        add("norms and mixes", path, (width,), (None,))
     layer_vectors = ["input_norm", "mlp_norm"]
     if model.residual == "attention":
         layer_vectors += [f"{mix}_residual.{name}" for mix in ("mixer", "mlp") for name in ("norm", "query")]
         for name in ("norm", "query"):
             add("norms and mixes", f"decoder.output_residual.{name}", (width,), (None,))
+    if model.residual == "hyper":
+        streams = model.hyper_connections.num_streams
+        num_weights = (2 + streams) * streams
+        for block in ("mixer_streams", "mlp_streams"):
+            shape, axes_of_projection = (streams * width, num_weights), ("model_weight", None)
+            add_layer("all", "norms and mixes", f"{block}.projection", shape, axes_of_projection)
+            for name, size in (("base", num_weights), ("scale", 3)):
+                add_layer("all", "norms and mixes", f"{block}.{name}", (size,), (None,), dtype=wide(dtype))
     for path in layer_vectors:
-        add_layer("all", "norms and mixes", path, (width,), (None,))
-    for path, shape, array_axes, is_wide in _linear_attention(model):
+        for norm_path in norm_paths(path):
+            add_layer("all", "norms and mixes", norm_path, (width,), (None,))
+    is_gated_net = model.linear_attention_kind == "gated_delta_net"
+    for path, shape, array_axes, is_wide in _gated_delta_net(model) if is_gated_net else _linear_attention(model):
         more = {"dtype": wide(dtype)} if is_wide else {}
         add_layer("linear", "linear attention", f"mixer.{path}", shape, array_axes, **more)
-    for path, shape, array_axes in _full_attention(model):
+    is_grouped = model.full_attention_kind == "grouped"
+    for path, shape, array_axes in _grouped_attention(model) if is_grouped else _full_attention(model):
         part: Part = "indexer" if path.startswith("indexer.") else "full attention"
-        add_layer("full", part, f"mixer.{path}", shape, array_axes)
-    for path, shape, array_axes in _mlp(width, model.moe.dense_width):
+        for norm_path in norm_paths(path) if is_grouped else (path,):
+            add_layer("full", part, f"mixer.{norm_path}", shape, array_axes)
+    into_names = ("gate", "up") if model.dense_mlp == "gated" else ("up",)
+    for path, shape, array_axes in _mlp(width, model.moe.dense_width, into_names, has_bias=model.mlp_bias):
         add_layer("dense", "dense MLP", f"mlp.{path}", shape, array_axes)
     moe = model.moe
     router_dtype = wide(dtype)
     router_shape = (width, moe.num_experts)
     add_layer("moe", "router", "mlp.router", router_shape, ("model_weight", None), dtype=router_dtype)
-    add_layer("moe", "router", "mlp.bias", (moe.num_experts,), (None,), dtype=router_dtype, is_trained=False)
+    if moe.router.correction_bias:
+        add_layer("moe", "router", "mlp.bias", (moe.num_experts,), (None,), dtype=router_dtype, is_trained=False)
     expert_input = moe.latent_width or width
     if moe.latent_width:
         add_layer("moe", "latent projections", "mlp.latent_down", (width, expert_input), ("model_weight", None))
@@ -179,10 +215,12 @@ def parameter_arrays(model: ModelConfig) -> list[ParameterArray]:
     out = (moe.num_experts, moe.expert_width, expert_input)
     add_layer("moe", "routed experts", "mlp.down", out, ("experts", "expert_hidden", None))
     if moe.num_shared_experts:
-        for path, shape, array_axes in _mlp(width, moe.num_shared_experts * moe.expert_width):
+        for path, shape, array_axes in _mlp(width, moe.shared_hidden_width):
             add_layer("moe", "shared experts", f"mlp.shared.{path}", shape, array_axes)
-    if model.vision.is_present:
-        arrays += _vision(model)
+        if moe.shared_gate == "sigmoid":
+            add_layer("moe", "shared experts", "mlp.shared_gate", (width, 1), ("model_weight", None))
+    for part, path, shape, array_axes, count in tower_arrays(model):
+        add(part, path, shape, array_axes, count=count)
     return arrays
 
 
@@ -192,12 +230,15 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def num_active_parameters(model: ModelConfig) -> int:
-    """What a text token is multiplied with: no expert that it does not visit, no embedding table, no vision."""
+    """What a text token is multiplied with: no expert that it does not visit, no table that is only looked up in, no
+    vision."""
     moe = model.moe
     return sum(
         array.size * moe.experts_per_token // moe.num_experts if array.part == "routed experts" else array.size
         for array in parameter_arrays(model)
-        if array.part not in ("vision", "projector") and array.name != "embedding" and array.is_trained
+        if array.part not in ("vision", "audio", "projector")
+        and (array.name != "embedding" or model.tied_head)
+        and array.is_trained
     )
 
 
@@ -221,6 +262,23 @@ def _linear_attention(
         yield "output_gate_up", (linear.output_gate_rank, heads, values), (None, "heads", None), False
     yield "output_norm", (values,), (None,), True
     yield "output", (heads, values, width), ("heads", None, "model_weight"), False
+
+
+def _gated_delta_net(
+    model: ModelConfig,
+) -> Iterator[tuple[str, tuple[int, ...], tuple[str | None, ...], bool]]:
+    net, width = model.gated_delta_net, model.width
+    keys, values = (net.num_key_heads, net.key_width), (net.num_value_heads, net.value_width)
+    for name, heads in (("query", keys), ("key", keys), ("value", values)):
+        yield name, (width, *heads), ("model_weight", "heads", None), False
+        yield f"{name}_convolution", (net.convolution_width, *heads), (None, "heads", None), False
+    for name in ("decay", "beta"):
+        yield name, (width, values[0]), ("model_weight", "heads"), False
+    for name in ("log_rate", "decay_bias"):
+        yield name, (values[0],), ("heads",), True
+    yield "output_gate", (width, *values), ("model_weight", "heads", None), False
+    yield "output_norm", (values[1],), (None,), True
+    yield "output", (*values, width), ("heads", None, "model_weight"), False
 
 
 def _full_attention(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], tuple[str | None, ...]]]:
@@ -249,31 +307,33 @@ def _full_attention(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], 
         yield "indexer.head_weight", (width, indexer.num_heads), ("model_weight", None)
 
 
-def _mlp(width: int, hidden_width: int) -> Iterator[tuple[str, tuple[int, ...], tuple[str | None, ...]]]:
-    for name in ("gate", "up"):
+def _grouped_attention(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], tuple[str | None, ...]]]:
+    grouped, width = model.grouped_attention, model.width
+    heads, key_heads, head_width = grouped.num_heads, grouped.num_key_heads, grouped.head_width
+    for name, number in (("query", heads), ("key", key_heads), ("value", key_heads)):
+        yield name, (width, number, head_width), ("model_weight", "heads", None)
+        if grouped.projection_bias:
+            yield f"{name}_bias", (number, head_width), ("heads", None)
+    if grouped.head_norm:
+        yield "query_norm", (head_width,), (None,)
+        yield "key_norm", (head_width,), (None,)
+    if grouped.joint_norm:
+        yield "query_norm", (heads, head_width), ("heads", None)
+        yield "key_norm", (key_heads, head_width), ("heads", None)
+    if grouped.output_gate == "sigmoid":
+        yield "output_gate", (width, heads, head_width), ("model_weight", "heads", None)
+    yield "output", (heads, head_width, width), ("heads", None, "model_weight")
+    if grouped.output_bias:
+        yield "output_bias", (width,), (None,)
+
+
+def _mlp(
+    width: int, hidden_width: int, into: tuple[str, ...] = ("gate", "up"), *, has_bias: bool = False
+) -> Iterator[tuple[str, tuple[int, ...], tuple[str | None, ...]]]:
+    for name in into:
         yield name, (width, hidden_width), ("model_weight", "hidden")
+        if has_bias:
+            yield f"{name}_bias", (hidden_width,), ("hidden",)
     yield "down", (hidden_width, width), ("hidden", "model_weight")
-
-
-def _vision(model: ModelConfig) -> Iterator[ParameterArray]:
-    vision, dtype = model.vision, model.parameter_dtype
-    heads, merged = (vision.num_heads, vision.head_width), vision.merged_width
-    patch_values = vision.channels * vision.patch_pixels**2
-    table = (vision.table_rows, vision.table_columns, vision.width)
-    layers = vision.num_layers
-    rows: list[tuple[Part, str, tuple[int, ...], tuple[str | None, ...], int]] = [
-        ("vision", "vision.patch_embedding", (patch_values, vision.width), (None, "model_weight"), 1),
-        ("vision", "vision.position_table", table, (None, None, "model_weight"), 1),
-        ("vision", "vision.final_norm", (vision.width,), (None,), 1),
-        ("vision", "attention_norm", (vision.width,), (None,), layers),
-        ("vision", "query_key_value", (vision.width, 3, *heads), ("model_weight", None, None, None), layers),
-        ("vision", "output", (*heads, vision.width), (None, None, "model_weight"), layers),
-        ("vision", "mlp_norm", (vision.width,), (None,), layers),
-        ("vision", "up", (vision.width, vision.hidden_width), ("model_weight", None), layers),
-        ("vision", "down", (vision.hidden_width, vision.width), (None, "model_weight"), layers),
-        ("projector", "projector.up", (merged, merged), ("model_weight", None), 1),
-        ("projector", "projector.down", (merged, model.width), ("model_weight", None), 1),
-        ("projector", "projector.norm", (model.width,), (None,), 1),
-    ]
-    for part, path, shape, array_axes, count in rows:
-        yield ParameterArray(path=path, part=part, shape=shape, array_axes=array_axes, dtype=dtype, count=count)
+    if has_bias:
+        yield "down_bias", (width,), (None,)

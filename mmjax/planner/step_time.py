@@ -38,10 +38,12 @@ PEER_SHARES = {
     "shared experts": 0.75,
     "dense MLP": 0.75,
     "attention residuals": 0.0068,
+    "hyper connections": 0.0068,
     "head": 0.65,
     "adapters": 0.25,
     "vision": 0.60,
 }
+_WHOLE_ON_EACH_DEVICE = ("router", "latent projections", "indexer", "attention residuals", "hyper connections")
 # Newton-Schulz iterations of Muon.
 _MATRIX_PRODUCT_SHARE = 0.6
 _PER_HEAD = ("query", "key", "value", "query_up", "key_up", "value_up", "query_key_value")
@@ -111,9 +113,9 @@ class StepClock:
         self.vision_forward = vision_forward_flops(model, config.data.image_max_patches)
         self.vision_training = vision_training_flops(model, config.data.image_max_patches, tuning)
         self.repeated = repeated_shares(model)
-        self.selects = (
-            model.full_attention.indexer.stage == "sparse" and row_tokens > model.full_attention.indexer.top_k
-        )
+        indexer = model.full_attention.indexer
+        is_sparse = model.full_attention_kind == "latent" and indexer.stage == "sparse"
+        self.selects = is_sparse and row_tokens > indexer.top_k
 
     def step(self, config: RunConfig, held: Sequence[Shard] | None = None) -> StepTime:
         """Seconds of one step of `config` (all rows, all micro-batches). `held`: its shards, if they are at hand.
@@ -198,7 +200,7 @@ class StepClock:
                 continue
             array = shard.array
             over = (axes.FSDP,) if "expert_hidden" in array.array_axes else axes.WEIGHT_AXES
-            is_tower = array.part in ("vision", "projector")
+            is_tower = array.part in ("vision", "audio", "projector")
             is_again = (array.in_decoder_layer and config.model.remat == "layer") or (is_tower and array.is_trained)
             gathered = (1 + is_again) * (17 / 32 if array.is_packed else item)
             scattered = ITEM_BYTES[array.dtype] if array.is_trained else 0
@@ -253,15 +255,23 @@ class StepClock:
         return config.training.accumulation * self._passes(config) * num_layers * 2 * one_way
 
     def _context_exchange_seconds(self, config: RunConfig) -> float:
-        """Latents of a row gathered for full attention; states of linear attention passed from device to device."""
+        """Latents, or keys and values, of a row gathered for full attention; states of linear attention passed from
+        device to device."""
         mesh, model = config.mesh, config.model
         if mesh.context == 1:
             return 0.0
         flight = InFlight(config)
         group = mesh_group(mesh, (axes.CONTEXT,), self.cluster)
         full, linear = model.full_attention, model.linear_attention
-        row = flight.rows * config.data.row_tokens * (full.latent_width + full.shared_key_width) * flight.compute
-        state = flight.rows * linear.num_heads / mesh.tensor * linear.key_width * linear.value_width * flight.wide
+        token = full.latent_width + full.shared_key_width
+        if model.full_attention_kind == "grouped":
+            token = 2 * model.grouped_attention.num_key_heads / mesh.tensor * model.grouped_attention.head_width
+        row = flight.rows * config.data.row_tokens * token * flight.compute
+        state = linear.num_heads * linear.key_width * linear.value_width
+        if model.linear_attention_kind == "gated_delta_net":
+            net = model.gated_delta_net
+            state = net.num_value_heads * net.key_width * net.value_width
+        state *= flight.rows / mesh.tensor * flight.wide
         link = group.between if group.crosses_nodes else group.inside
         seconds = 0.0
         for mixer, _ in flight.kinds:
@@ -278,6 +288,8 @@ class StepClock:
         group = mesh_group(mesh, (axes.PIPE,), self.cluster)
         link = group.between if group.crosses_nodes else group.inside
         streams = 1 + (model.num_layers / model.residual_block_layers / 2 if model.residual == "attention" else 0)
+        if model.residual == "hyper":
+            streams = model.hyper_connections.num_streams
         ticks = config.training.accumulation + mesh.pipe - 1
         return 2 * ticks * send_seconds(streams * flight.tokens * model.width * flight.compute, link)
 
@@ -308,12 +320,15 @@ def repeated_shares(model: ModelConfig) -> dict[str, float]:
     kinds = layer_kinds(model)
     num_linear = sum(mixer == "linear" for mixer, _ in kinds)
     narrow_linear = linear.decay_rank + (linear.output_gate_rank if linear.output_gate == "low_rank" else 0)
-    narrow_full = full.query_rank + full.latent_width + full.shared_key_width
+    if model.linear_attention_kind == "gated_delta_net":
+        narrow_linear = 0
+    is_latent = model.full_attention_kind == "latent"
+    narrow_full = full.query_rank + full.latent_width + full.shared_key_width if is_latent else 0
     narrow = {
         "linear attention projections": num_linear * 2 * width * narrow_linear,
         "full attention projections": (len(kinds) - num_linear) * 2 * width * narrow_full,
     }
-    whole = dict.fromkeys(("router", "latent projections", "indexer", "attention residuals"), 1.0)
+    whole = dict.fromkeys(_WHOLE_ON_EACH_DEVICE, 1.0)
     return whole | {part: value / flops[part] for part, value in narrow.items() if flops[part]}
 
 

@@ -68,16 +68,57 @@ def select_keys(
     )
 
 
+def cached_attention(
+    query: Float[Array, "B Q H K"],
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S G V"],
+    positions: Int[Array, "B Q"],
+    *,
+    scale: float,
+    query_chunk_tokens: int = 512,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B Q H V"]:
+    """Softmax attention of a row's newest tokens over a cache that holds the keys of that row by their position.
+
+        out[t, h] = sum_s softmax_s(scale * query[t, h] . key[s, g]) value[s, g],    g = h * G // H,  s <= positions[t]
+
+    Padding has position -1 and gives zeros. Entries of the cache behind a token's position must be finite. Scores,
+    softmax and sums are in at least float32, the result in the dtype of `query`.
+    """
+    if implementation == "reference":
+        return reference.attend(query, key, value, reference.cache_mask(positions, key.shape[1]), scale)
+    return xla.cached_attention(query, key, value, positions, scale=scale, query_chunk_tokens=query_chunk_tokens)
+
+
+def select_cached_keys(
+    index_query: Float[Array, "B Q J K"],
+    index_key: Float[Array, "B S K"],
+    head_weight: Float[Array, "B Q J"],
+    positions: Int[Array, "B Q"],
+    *,
+    top_k: int,
+    query_chunk_tokens: int = 512,
+    implementation: Implementation = "auto",
+) -> Int[Array, "B Q {top_k}"]:
+    """As `select_keys`, among the keys of a cache (see `cached_attention`) up to each token's position."""
+    if implementation == "reference":
+        mask = reference.cache_mask(positions, index_key.shape[1])
+        return reference.best_keys(reference.index_scores(index_query, index_key, head_weight), mask, top_k)
+    return xla.select_cached_keys(
+        index_query, index_key, head_weight, positions, top_k=top_k, query_chunk_tokens=query_chunk_tokens
+    )
+
+
 def selected_attention(
-    query: Float[Array, "B S H L"],
+    query: Float[Array, "B Q H L"],
     latent: Float[Array, "B S L"],
-    indices: Int[Array, "B S N"],
+    indices: Int[Array, "B Q N"],
     *,
     scale: float,
     value_width: int,
     query_chunk_tokens: int = 512,
     implementation: Implementation = "auto",
-) -> Float[Array, "B S H {value_width}"]:
+) -> Float[Array, "B Q H {value_width}"]:
     """Attention over selected keys in absorbed form: all heads share one key, whose first part is the value.
 
         out[t, h] = sum_i softmax_i(scale * query[t, h] . latent[indices[t, i]]) latent[indices[t, i], :value_width]

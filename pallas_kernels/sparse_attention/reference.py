@@ -23,6 +23,11 @@ def document_mask(
     return mask
 
 
+def cache_mask(positions: jax.Array, num_keys: int) -> jax.Array:
+    """[B, Q] -> [B, Q, num_keys]: the keys of a cache up to a token's own position; none for padding (-1)."""
+    return jnp.arange(num_keys, dtype=positions.dtype)[None, None] <= positions[:, :, None]
+
+
 def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
     """Softmax over the last axis among the entries of `mask`; zeros elsewhere, also where a row has none."""
     # The lowest finite number, not -inf: a row without entries then has neither NaN values nor NaN gradients.
@@ -78,7 +83,12 @@ def select_keys(
     index_query: jax.Array, index_key: jax.Array, head_weight: jax.Array, segment_ids: jax.Array, *, top_k: int
 ) -> jax.Array:
     mask = document_mask(segment_ids, segment_ids, is_causal=True)
-    scores = jnp.where(mask, index_scores(index_query, index_key, head_weight), -jnp.inf)
+    return best_keys(index_scores(index_query, index_key, head_weight), mask, top_k)
+
+
+def best_keys(scores: jax.Array, mask: jax.Array, top_k: int) -> jax.Array:
+    """[B, Q, S], [B, Q, S] -> int32 [B, Q, top_k], best first, -1 in what is left."""
+    scores = jnp.where(mask, scores, -jnp.inf)
     order = jnp.argsort(scores, axis=-1, stable=True, descending=True)[..., :top_k]
     selected = jnp.where(jnp.take_along_axis(mask, order, axis=-1), order, -1).astype(jnp.int32)
     return jnp.pad(selected, ((0, 0), (0, 0), (0, top_k - selected.shape[-1])), constant_values=-1)

@@ -65,16 +65,50 @@ def select_keys(
     top_k: int,
     query_chunk_tokens: int,
 ) -> jax.Array:
-    num_taken = min(top_k, index_key.shape[1])
-
     def block(first, index_query, head_weight, segments):
         mask = reference.document_mask(segments, segment_ids, is_causal=True, first_query=first)
-        scores = reference.index_scores(index_query, index_key, head_weight)
-        best, selected = lax.top_k(jnp.where(mask, scores, -jnp.inf), num_taken)
-        return jnp.where(best == -jnp.inf, -1, selected).astype(jnp.int32)
+        return _best_keys(reference.index_scores(index_query, index_key, head_weight), mask, top_k)
 
-    selected = _over_query_blocks(block, query_chunk_tokens, index_query, head_weight, segment_ids)
+    return _over_query_blocks(block, query_chunk_tokens, index_query, head_weight, segment_ids)
+
+
+def _best_keys(scores: jax.Array, mask: jax.Array, top_k: int) -> jax.Array:
+    """[B, Q, S], [B, Q, S] -> int32 [B, Q, top_k], best first, -1 in what is left."""
+    num_taken = min(top_k, scores.shape[-1])
+    best, selected = lax.top_k(jnp.where(mask, scores, -jnp.inf), num_taken)
+    selected = jnp.where(best == -jnp.inf, -1, selected).astype(jnp.int32)
     return jnp.pad(selected, ((0, 0), (0, 0), (0, top_k - num_taken)), constant_values=-1)
+
+
+def cached_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    *,
+    scale: float,
+    query_chunk_tokens: int,
+) -> jax.Array:
+    def block(_, query, positions):
+        return reference.attend(query, key, value, reference.cache_mask(positions, key.shape[1]), scale)
+
+    return _over_query_blocks(block, query_chunk_tokens, query, positions)
+
+
+def select_cached_keys(
+    index_query: jax.Array,
+    index_key: jax.Array,
+    head_weight: jax.Array,
+    positions: jax.Array,
+    *,
+    top_k: int,
+    query_chunk_tokens: int,
+) -> jax.Array:
+    def block(_, index_query, head_weight, positions):
+        mask = reference.cache_mask(positions, index_key.shape[1])
+        return _best_keys(reference.index_scores(index_query, index_key, head_weight), mask, top_k)
+
+    return _over_query_blocks(block, query_chunk_tokens, index_query, head_weight, positions)
 
 
 def selected_attention(

@@ -1,209 +1,138 @@
-"""Kimi-K3: released tensor names and layouts, and how they map to our parameters, both ways."""
+"""Kimi-K3 and Kimi-K3.1: the Kimi-Linear decoder with gates, latent experts, depth residuals and MoonViT of its own."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
-import numpy as np
+from mmjax.config import IndexerConfig, ModelConfig, VisionConfig
+from mmjax.errors import ConfigurationError
+from mmjax.models.families.fields import Fields
+from mmjax.models.families.kimi_linear import read_text, text_tensors
+from mmjax.models.families.released import LINEAR, SAME, ReleasedTensor, Slot
 
-from mmjax.config import ModelConfig, layer_kinds
-from mmjax.models.decoder import layer_address
-from mmjax.models.multimodal import define
-
-# Released `A_log` holds this many values: one a head, then zeros.
-PADDED_HEADS = 128
-
-Layout = Literal["same", "linear", "linear_of_heads", "convolution", "padded", "key_and_value"]
+MODEL_TYPES = ("kimi_k3", "kimi_k31")
+ROOT = "language_model."
 
 
-@dataclass(frozen=True)
-class ReleasedTensor:
-    """One tensor of a released checkpoint and the parameters that hold its numbers.
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    """config.json of a Kimi-K3 or K3.1 -> our settings."""
+    fields = Fields(config)
+    fields.expect("tie_word_embeddings", False)
+    # Which experts are packed shows in the tensors themselves; the token ids belong to the tokenizer.
+    fields.ignore("ignore_index", "media_placeholder_token_id", "quantization_config", "use_unified_vision_chunk")
+    text = dict(fields.take("text_config"))
+    indexer = text.pop("dsa_config", None)
+    model = dataclasses.replace(
+        read_text(Fields(text, "config.json: text_config")), vision=_read_vision(fields.part("vision_config"))
+    )
+    if indexer:
+        full = dataclasses.replace(model.full_attention, indexer=_read_indexer(indexer, model))
+        model = dataclasses.replace(model, full_attention=full)
+    fields.finish()
+    return model
 
-    Layouts, released -> ours:
-      same             reshaped only
-      linear           [out, in...] -> [in, out...]
-      linear_of_heads  [out, heads * width] -> [heads, width, out]
-      convolution      [channels, 1, taps] -> [taps, heads, width]
-      padded           [128] -> [heads]; what is cut off must be zero
-      key_and_value    [heads * (key + value), in] -> [in, heads, key] and [in, heads, value]
-    """
 
-    name: str
-    paths: tuple[str, ...]
-    layout: Layout = "same"
-    index: tuple[int, ...] = ()
-    """Position along the leading stacked axes of the parameter: repeat, expert."""
+def _read_indexer(config: Mapping[str, Any], model: ModelConfig) -> IndexerConfig:
+    """`dsa_config`, whose spelling is not published: what related models call its fields is accepted."""
+    fields = Fields(config, "config.json: text_config: dsa_config")
+    layers = fields.take("layers", "dsa_layers", "full_attn_layers", default=None)
+    expected = [layer + 1 for layer in model.full_attention_layers]
+    if layers is not None and sorted(layers) != expected:
+        raise ConfigurationError(
+            "config.json: text_config: dsa_config: layers",
+            found=str(layers),
+            expected=f"the layers with full attention, counted from 1: {expected}",
+            remedy="an indexer on some of them only is not built",
+        )
+    for name in ("rope_dim", "index_rope_dim", "rope_head_dim"):
+        fields.expect(name, 0)
+    fields.ignore("types", "index_types")
+    indexer = IndexerConfig(
+        stage="sparse",
+        num_heads=fields.take("index_n_heads", "n_heads", "num_heads", "head_count"),
+        head_width=fields.take("index_head_dim", "head_dim", "key_length"),
+        top_k=fields.take("index_topk", "topk", "top_k"),
+        key_norm_bias=fields.take("k_norm_bias", default=True),
+        key_norm_epsilon=model.norm_epsilon,
+    )
+    fields.finish()
+    return indexer
+
+
+def _read_vision(fields: Fields) -> VisionConfig:
+    for name, value in (
+        *(("pos_emb_type", "divided_fixed"), ("pos_emb_interpolation_mode", "bilinear"), ("norm_type", "rmsnorm")),
+        *(("attn_bias", False), ("linear_bias", False), ("patch_embed_proj_bias", False), ("mlp_type", "mlp2")),
+        *(("merge_kernel_size", [2, 2]), ("merge_type", "sd2_tpool"), ("video_attn_type", "spatial_temporal")),
+        *(("activation_func", "gelu_pytorch_tanh"), ("mm_projector_type", "patchmergerv2")),
+        *(("projector_hidden_act", "gelu"), ("init_pos_emb_time", 4)),
+    ):
+        fields.expect(name, value)
+    width, num_heads = (
+        fields.take("vt_hidden_size", "hidden_size"),
+        fields.take("vt_num_attention_heads", "num_attention_heads"),
+    )
+    fields.expect("mm_hidden_size", width)
+    fields.ignore("text_hidden_size")
+    vision = VisionConfig(
+        num_layers=fields.take("vt_num_hidden_layers", "num_hidden_layers"),
+        width=width,
+        num_heads=num_heads,
+        head_width=fields.take("qkv_hidden_size") // num_heads,
+        hidden_width=fields.take("vt_intermediate_size", "intermediate_size"),
+        patch_pixels=fields.take("patch_size"),
+        table_rows=fields.take("init_pos_emb_height"),
+        table_columns=fields.take("init_pos_emb_width"),
+        projector_norm_epsilon=fields.take("projector_ln_eps", default=1e-5),
+    )
+    fields.finish()
+    return vision
 
 
 def released_tensors(model: ModelConfig) -> Iterator[ReleasedTensor]:
     """Every tensor of a released checkpoint of `model`."""
-    text = "language_model.model"
-    yield ReleasedTensor("language_model.lm_head.weight", ("decoder.head",), "linear")
-    yield ReleasedTensor(f"{text}.embed_tokens.weight", ("decoder.embedding",))
-    yield ReleasedTensor(f"{text}.norm.weight", ("decoder.norm",))
-    yield ReleasedTensor(f"{text}.output_attn_res_norm.weight", ("decoder.output_residual.norm",))
-    yield ReleasedTensor(f"{text}.output_attn_res_proj.weight", ("decoder.output_residual.query",))
-    for layer, (mixer, mlp) in enumerate(layer_kinds(model)):
-        yield from _layer(model, layer, mixer, mlp)
+    yield from text_tensors(model, ROOT)
     if model.vision.is_present:
         yield from _vision(model)
 
 
-def _layer(model: ModelConfig, layer: int, mixer: str, mlp: str) -> Iterator[ReleasedTensor]:
-    address = layer_address(model, layer)
-    ours = f"decoder.segments.{address.segment}.layers.{address.position}"
-    released = f"language_model.model.layers.{layer}"
-
-    def tensor(name: str, path: str, layout: Layout = "same", *expert: int) -> ReleasedTensor:
-        return ReleasedTensor(f"{released}.{name}", (f"{ours}.{path}",), layout, (address.repeat, *expert))
-
-    yield tensor("input_layernorm.weight", "input_norm")
-    yield tensor("post_attention_layernorm.weight", "mlp_norm")
-    yield tensor("self_attention_res_norm.weight", "mixer_residual.norm")
-    yield tensor("self_attention_res_proj.weight", "mixer_residual.query")
-    yield tensor("mlp_res_norm.weight", "mlp_residual.norm")
-    yield tensor("mlp_res_proj.weight", "mlp_residual.query")
-    if mixer == "linear":
-        for short, long in (("q", "query"), ("k", "key"), ("v", "value")):
-            yield tensor(f"self_attn.{short}_proj.weight", f"mixer.{long}", "linear")
-            yield tensor(f"self_attn.{short}_conv1d.weight", f"mixer.{long}_convolution", "convolution")
-        yield tensor("self_attn.f_a_proj.weight", "mixer.decay_down", "linear")
-        yield tensor("self_attn.f_b_proj.weight", "mixer.decay_up", "linear")
-        yield tensor("self_attn.b_proj.weight", "mixer.beta", "linear")
-        yield tensor("self_attn.g_proj.weight", "mixer.output_gate", "linear")
-        yield tensor("self_attn.A_log", "mixer.log_rate", "padded")
-        yield tensor("self_attn.dt_bias", "mixer.decay_bias")
-        yield tensor("self_attn.o_norm.weight", "mixer.output_norm")
-    else:
-        yield tensor("self_attn.q_a_proj.weight", "mixer.query_down", "linear")
-        yield tensor("self_attn.q_a_layernorm.weight", "mixer.query_norm")
-        yield tensor("self_attn.q_b_proj.weight", "mixer.query_up", "linear")
-        yield tensor("self_attn.kv_a_proj_with_mqa.weight", "mixer.latent_down", "linear")
-        yield tensor("self_attn.kv_a_layernorm.weight", "mixer.latent_norm")
-        yield ReleasedTensor(
-            f"{released}.self_attn.kv_b_proj.weight",
-            (f"{ours}.mixer.key_up", f"{ours}.mixer.value_up"),
-            "key_and_value",
-            (address.repeat,),
-        )
-        yield tensor("self_attn.g_proj.weight", "mixer.output_gate", "linear")
-    yield tensor("self_attn.o_proj.weight", "mixer.output", "linear_of_heads")
-    if mlp == "dense":
-        for name in ("gate", "up", "down"):
-            yield tensor(f"mlp.{name}_proj.weight", f"mlp.{name}", "linear")
-        return
-    moe = "block_sparse_moe"
-    yield tensor(f"{moe}.gate.weight", "mlp.router", "linear")
-    yield tensor(f"{moe}.gate.e_score_correction_bias", "mlp.bias")
-    yield tensor(f"{moe}.routed_expert_down_proj.weight", "mlp.latent_down", "linear")
-    yield tensor(f"{moe}.routed_expert_norm.weight", "mlp.latent_norm")
-    yield tensor(f"{moe}.routed_expert_up_proj.weight", "mlp.latent_up", "linear")
-    for name in ("gate", "up", "down"):
-        yield tensor(f"{moe}.shared_experts.{name}_proj.weight", f"mlp.shared.{name}", "linear")
-    for expert in range(model.moe.num_experts):
-        for short, long in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
-            yield tensor(f"{moe}.experts.{expert}.{short}.weight", f"mlp.{long}", "linear", expert)
+def canonical_name(name: str) -> str:
+    """Some builds drop the root of the text model, or double it; some leave out `.weight` of the indexer's parts."""
+    if name.startswith(("model.", "lm_head.")):
+        name = ROOT + name
+    while name.startswith(ROOT * 2):
+        name = name.removeprefix(ROOT)
+    if name.endswith((".wq_b", ".wk", ".weights_proj", ".k_norm")) and ".indexer." in name:
+        name += ".weight"
+    return name
 
 
 def _vision(model: ModelConfig) -> Iterator[ReleasedTensor]:
-    yield ReleasedTensor("vision_tower.patch_embed.proj.weight", ("vision.patch_embedding",), "linear")
-    yield ReleasedTensor("vision_tower.patch_embed.pos_emb.weight", ("vision.position_table",))
-    yield ReleasedTensor("vision_tower.encoder.final_layernorm.weight", ("vision.final_norm",))
-    names: tuple[tuple[str, str, Layout], ...] = (
-        ("norm0", "attention_norm", "same"),
-        ("wqkv", "query_key_value", "linear"),
-        ("wo", "output", "linear_of_heads"),
-        ("norm1", "mlp_norm", "same"),
-        ("mlp.fc0", "up", "linear"),
-        ("mlp.fc1", "down", "linear"),
-    )
-    for block in range(model.vision.num_layers):
-        for name, path, layout in names:
+    vision = model.vision
+    width, qkv = vision.width, vision.num_heads * vision.head_width
+    side = vision.patch_pixels
+
+    def tensor(name: str, path: str, *shape: int, index: tuple[int, ...] = ()) -> ReleasedTensor:
+        layout = LINEAR if len(shape) > 1 and "pos_emb" not in name else SAME
+        return ReleasedTensor(name, shape, (Slot(path, index),), layout)
+
+    embed = "vision_tower.patch_embed"
+    yield tensor(f"{embed}.proj.weight", "vision.patch_embedding", width, vision.channels, side, side)
+    table = (vision.table_rows, vision.table_columns, width)
+    yield tensor(f"{embed}.pos_emb.weight", "vision.position_table", *table)
+    yield tensor("vision_tower.encoder.final_layernorm.weight", "vision.final_norm", width)
+    for block in range(vision.num_layers):
+        for name, path, *shape in (
+            ("norm0", "attention_norm", width),
+            ("wqkv", "query_key_value", 3 * qkv, width),
+            ("wo", "output", width, qkv),
+            ("norm1", "mlp_norm", width),
+            ("mlp.fc0", "up", vision.hidden_width, width),
+            ("mlp.fc1", "down", width, vision.hidden_width),
+        ):
             released = f"vision_tower.encoder.blocks.{block}.{name}.weight"
-            yield ReleasedTensor(released, (f"vision.layers.{path}",), layout, (block,))
-    yield ReleasedTensor("mm_projector.proj.0.weight", ("projector.up",), "linear")
-    yield ReleasedTensor("mm_projector.proj.2.weight", ("projector.down",), "linear")
-    yield ReleasedTensor("mm_projector.post_norm.weight", ("projector.norm",))
-
-
-def from_released(
-    model: ModelConfig, tensors: Mapping[str, np.ndarray]
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Released tensors -> (parameters, router biases) by path.
-
-    Raises:
-      ValueError: a tensor is missing, left over or padded with something else than zeros; all are named.
-    """
-    definition = define(model)
-    shapes = {
-        path: (v.get_value().shape, v.get_value().dtype)
-        for path, v in (definition.parameters | definition.router_biases).items()
-    }
-    expected = list(released_tensors(model))
-    names = {tensor.name for tensor in expected}
-    if names != tensors.keys():
-        raise ValueError(
-            f"missing tensors: {sorted(names - tensors.keys())}; not understood: {sorted(tensors.keys() - names)}"
-        )
-    arrays = {path: np.empty(shape, dtype) for path, (shape, dtype) in shapes.items()}
-    filled = dict.fromkeys(shapes, 0)
-    for tensor in expected:
-        parts = [arrays[path][tensor.index] for path in tensor.paths]
-        for path, part, value in zip(tensor.paths, parts, _to_ours(tensor, tensors[tensor.name], parts), strict=True):
-            part[...] = value
-            filled[path] += part.size
-    if gaps := [path for path, array in arrays.items() if filled[path] != array.size]:
-        raise ValueError(f"parameters that no released tensor fills: {gaps}")
-    return {p: arrays[p] for p in definition.parameters}, {p: arrays[p] for p in definition.router_biases}
-
-
-def to_released(model: ModelConfig, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Parameters and router biases by path (or their gradients) -> released tensors."""
-    return {
-        tensor.name: _to_released(tensor, [np.asarray(arrays[path])[tensor.index] for path in tensor.paths])
-        for tensor in released_tensors(model)
-    }
-
-
-def _to_ours(tensor: ReleasedTensor, value: np.ndarray, parts: list[np.ndarray]) -> list[np.ndarray]:
-    (first, *_) = parts
-    match tensor.layout:
-        case "same":
-            return [value.reshape(first.shape)]
-        case "linear" | "linear_of_heads":
-            return [value.reshape(value.shape[0], -1).T.reshape(first.shape)]
-        case "convolution":
-            return [value.reshape(-1, first.shape[0]).T.reshape(first.shape)]
-        case "padded":
-            if value[first.size :].any():
-                raise ValueError(f"{tensor.name}: the padding after {first.size} heads is not zero")
-            return [value[: first.size]]
-        case "key_and_value":
-            num_inputs, num_heads, key_width = first.shape
-            by_head = value.reshape(num_heads, -1, num_inputs).transpose(2, 0, 1)
-            return [by_head[..., :key_width], by_head[..., key_width:]]
-
-
-def _to_released(tensor: ReleasedTensor, parts: list[np.ndarray]) -> np.ndarray:
-    (first, *_) = parts
-    match tensor.layout:
-        case "same" if tensor.name.endswith("_res_proj.weight"):
-            return first[None]
-        case "same" if tensor.name.endswith("dt_bias"):
-            return first.reshape(-1)
-        case "same":
-            return first
-        case "linear" if tensor.name.endswith("patch_embed.proj.weight"):
-            side = round((first.shape[0] // 3) ** 0.5)
-            return first.T.reshape(-1, 3, side, side)
-        case "linear":
-            return first.reshape(first.shape[0], -1).T
-        case "linear_of_heads":
-            return first.reshape(-1, first.shape[-1]).T
-        case "convolution":
-            return first.reshape(first.shape[0], -1).T[:, None, :]
-        case "padded":
-            return np.pad(first, (0, PADDED_HEADS - first.size))
-        case "key_and_value":
-            return np.concatenate(parts, axis=-1).transpose(1, 2, 0).reshape(-1, first.shape[0])
+            yield tensor(released, f"vision.layers.{path}", *shape, index=(block,))
+    merged = vision.merged_width
+    yield tensor("mm_projector.proj.0.weight", "projector.up", merged, merged)
+    yield tensor("mm_projector.proj.2.weight", "projector.down", model.width, merged)
+    yield tensor("mm_projector.post_norm.weight", "projector.norm", model.width)

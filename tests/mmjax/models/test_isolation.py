@@ -1,5 +1,6 @@
 """Documents of a packed row do not see each other: the whole model, with every mixer, decaying slowly."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 
 from mmjax.config import (
     FullAttentionConfig,
+    GatedDeltaNetConfig,
+    GroupedAttentionConfig,
     IndexerConfig,
     LinearAttentionConfig,
     ModelConfig,
     MoeConfig,
+    RotaryConfig,
     VisionConfig,
 )
 from mmjax.data.batch import Batch
@@ -61,7 +65,23 @@ def model(*, mixer: str, mlp: str, decay: str = "bounded", indexer: str = "none"
     )
 
 
+GROUPED = dataclasses.replace(
+    model(mixer="full", mlp="dense"),
+    full_attention_kind="grouped",
+    grouped_attention=GroupedAttentionConfig(
+        num_heads=2, num_key_heads=1, head_width=8, rotary=RotaryConfig(width=8), query_chunk_tokens=16
+    ),
+)
+GATED_NET = dataclasses.replace(
+    model(mixer="linear", mlp="dense"),
+    linear_attention_kind="gated_delta_net",
+    gated_delta_net=GatedDeltaNetConfig(
+        num_key_heads=1, num_value_heads=2, key_width=4, value_width=4, chunk_tokens=16
+    ),
+)
 MODELS = {
+    "grouped attention": GROUPED,
+    "gated delta net": GATED_NET,
     "linear attention": model(mixer="linear", mlp="dense"),
     "full attention": model(mixer="full", mlp="dense"),
     "sparse attention": model(mixer="full", mlp="dense", indexer="sparse"),
@@ -129,13 +149,14 @@ def slow_parameters(config: ModelConfig) -> dict[str, jax.Array]:
     """Random parameters whose log decays are about -1e-3: a state that leaked would be seen to the end of a row."""
     parameters = initial_arrays(define(config).parameters, jax.random.key(0))
     # bounded: -5 sigmoid(-8.5); softplus: -softplus(-6.9)
-    bias = -8.5 if config.linear_attention.decay == "bounded" else -6.9
+    is_bounded = config.linear_attention_kind == "kimi_delta" and config.linear_attention.decay == "bounded"
+    bias = -8.5 if is_bounded else -6.9
     values = {"log_rate": 0.0, "decay_bias": bias}
     for path, array in parameters.items():
         name = path.rsplit(".", 1)[-1]
         if name in values:
             parameters[path] = jnp.full_like(array, values[name])
-        elif name == "decay_up":
+        elif name in ("decay_up", "decay"):
             parameters[path] = 0.1 * array
         elif name == "query" and "residual" in path:
             # Zero at the start, which hides half of the gradients.

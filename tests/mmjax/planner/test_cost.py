@@ -1,6 +1,7 @@
 """FLOPs, MFU and the golden formula against cases worked by hand."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 
@@ -19,9 +20,15 @@ from mmjax.planner.cost import (
     golden_cost,
     model_flops_utilisation,
     training_flops,
+    vision_forward_flops,
     vision_training_flops,
 )
+from mmjax.planner.parameters import parameter_arrays
+from mmjax.presets.deepseek import deepseek_v32
+from mmjax.presets.glm5_next import glm53_flash_text
 from mmjax.presets.kimi_k3 import kimi_k3
+from mmjax.presets.llama import smollm2_135m
+from mmjax.presets.qwen3_next import qwen3_next_80b
 
 # One linear and one full layer, both with a dense MLP, small enough to count by hand.
 HYBRID = ModelConfig(
@@ -140,3 +147,49 @@ def test_compute_entropy_by_hand():
 
 def test_a_model_without_tower_costs_no_vision_flops():
     assert batch_flops(dataclasses.replace(HYBRID, vision=VisionConfig(num_layers=0)), [9], [16]).vision == 0
+
+
+@pytest.mark.parametrize("model", [smollm2_135m(), qwen3_next_80b(), deepseek_v32(), glm53_flash_text()])
+def test_projections_cost_two_flops_for_each_entry_of_their_matrices(model):
+    flops, sizes = forward_flops(model, 64), Counter()
+    for array in parameter_arrays(model):
+        if len(array.shape) > 1 and array.name != "decay_bias":
+            sizes[array.part] += array.size
+    assert flops["linear attention projections"] == 2 * sizes["linear attention"]
+    assert flops["full attention projections"] == 2 * sizes["full attention"]
+    assert flops["shared experts"] == 2 * sizes["shared experts"]
+    assert flops["dense MLP"] == 2 * sizes["dense MLP"]
+    # Streams are read, mixed and written besides.
+    assert (flops["hyper connections"] > 2 * sizes["norms and mixes"]) == (model.residual == "hyper")
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "layers", "keys"),
+    [
+        # Two of three layers run, on 2 x 3 patches and the class token; a projector 16 -> 10 -> 10 reads two depths.
+        (
+            {"kind": "clip", "num_layers": 3, "feature_depths": (2, 0), "table_rows": 2, "table_columns": 3},
+            32 + 2 * (128 + 256) + 160 + 100,
+            2,
+            7,
+        ),
+        # Patches of two frames; two mergers of four patches.
+        (
+            {"kind": "qwen3_vl", "deep_layers": (0,), "frames_per_patch": 2},
+            64 + 128 + 256 + 2 * (1024 + 320) / 4,
+            1,
+            16,
+        ),
+        ({"kind": "fuyu"}, 4 * 10, 0, 0),
+    ],
+    ids=["clip", "qwen3_vl", "fuyu"],
+)
+def test_flops_of_a_patch_in_other_towers_by_hand(changes, weights, layers, keys):
+    model = dataclasses.replace(HYBRID, vision=dataclasses.replace(HYBRID.vision, **changes))
+    # One head of 4: 2 FLOPs for each of 4 entries of a key, and of its value.
+    assert vision_forward_flops(model, 16) == 2 * weights + layers * 4 * 4 * keys
+
+
+def test_a_dense_mlp_without_a_gate_has_two_matrices():
+    plain = dataclasses.replace(HYBRID, dense_mlp="relu_squared")
+    assert forward_flops(plain, 9)["dense MLP"] == 2 * 2 * 2 * 10 * 20

@@ -8,13 +8,31 @@ import jax
 import pytest
 
 from mmjax import axes
-from mmjax.config import IndexerConfig, MeshConfig, ModelConfig, OptimizerConfig, RunConfig, VisionConfig
+from mmjax.config import (
+    GroupedAttentionConfig,
+    IndexerConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    VisionConfig,
+)
 from mmjax.models.multimodal import define
 from mmjax.planner.adapters import Tuning, trained_arrays
 from mmjax.planner.memory import device_bytes
 from mmjax.planner.parameters import num_parameters, parameter_arrays
+from mmjax.presets.deepseek import deepseek_v32
+from mmjax.presets.fuyu import fuyu_8b
+from mmjax.presets.glm5_next import glm53_flash_text
 from mmjax.presets.kimi_k3 import kimi_k3, kimi_k3_tiny, kimi_k31
 from mmjax.presets.kimi_linear import kimi_linear_48b
+from mmjax.presets.llama import smollm2_135m
+from mmjax.presets.llava import llava_1_5_7b, llava_next_vicuna_7b
+from mmjax.presets.qwen3_next import qwen3_next_80b
+from mmjax.presets.qwen3_vl import qwen3_vl_4b, qwen3_vl_30b_a3b
+from mmjax.presets.whisper import whisper_base
+from mmjax.training import dry_run
 from mmjax.training.step import abstract_state, batch_specs
 
 DIRECT_QUERIES = dataclasses.replace(
@@ -24,6 +42,14 @@ DIRECT_QUERIES = dataclasses.replace(
     parameter_dtype="bfloat16",
     full_attention=dataclasses.replace(
         kimi_k3_tiny().full_attention, query_rank=0, indexer=IndexerConfig(stage="dense", key_norm_bias=False)
+    ),
+)
+GROUPED = dataclasses.replace(
+    smollm2_135m(),
+    tied_head=False,
+    mlp_bias=True,
+    grouped_attention=GroupedAttentionConfig(
+        projection_bias=True, output_bias=True, head_norm=True, output_gate="sigmoid"
     ),
 )
 MESHES = [
@@ -54,7 +80,15 @@ def arrays_of_model(model: ModelConfig) -> Counter:
     return found
 
 
-@pytest.mark.parametrize("model", [kimi_k3(), kimi_k31(), kimi_k3_tiny(), kimi_linear_48b(), DIRECT_QUERIES])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(kimi_k3(), kimi_k31(), kimi_k3_tiny(), kimi_linear_48b(), DIRECT_QUERIES),
+        *(llava_1_5_7b(), llava_next_vicuna_7b(), qwen3_vl_4b(), qwen3_vl_30b_a3b(), fuyu_8b()),
+        dataclasses.replace(smollm2_135m(), audio=whisper_base()),
+        *(smollm2_135m(), GROUPED, deepseek_v32(), qwen3_next_80b(), glm53_flash_text()),
+    ],
+)
 def test_the_planner_lists_every_array_of_the_model(model):
     listed = Counter()
     for array in parameter_arrays(model):
@@ -124,3 +158,27 @@ def test_packed_experts_take_four_and_a_quarter_bits():
     # Published: about 11.3 GB of packed experts on each of 128 devices.
     assert experts * 17 / 32 == pytest.approx(11.3e9, rel=0.01)
     assert plain.gradients == packed.gradients < 1e9
+
+
+@pytest.mark.parametrize(
+    ("storage", "lora"),
+    [
+        ("mxfp4", LoraConfig(rank=8)),
+        ("dense", LoraConfig(rank=8, experts="shared_down", targets=("query", "mlp.gate", "mlp.down"))),
+        ("dense", LoraConfig(rank=32, experts="none", targets=(r".*\.mixer\..*",))),
+    ],
+    ids=["all-linear", "shared A", "mixers"],
+)
+def test_the_planner_counts_what_an_adapted_model_holds(lora, storage):
+    model, mesh = kimi_k31(), MeshConfig(fsdp=2, expert=64)
+    moe = dataclasses.replace(model.moe, expert_storage=storage)
+    config = RunConfig(model=dataclasses.replace(model, moe=moe, parameter_dtype="bfloat16"), mesh=mesh, lora=lora)
+    state = abstract_state(config, jax.sharding.AbstractMesh(tuple(mesh.sizes.values()), axes.MESH_AXES))
+    estimate, tuning = dry_run.estimate(config, state), dry_run.tuning_of(config)
+    arrays = trained_arrays(config.model, tuning)
+    assert estimate.num_parameters == sum(array.size for array in arrays)
+    assert estimate.num_trained == sum(array.size for array in arrays if array.is_trained)
+    predicted = device_bytes(config, tuning)
+    assert predicted.parameters == estimate.parameter_bytes
+    assert 0 <= estimate.optimizer_bytes - predicted.optimizer <= 64
+    assert predicted.gradients == estimate.gradient_bytes

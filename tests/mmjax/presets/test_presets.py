@@ -9,8 +9,15 @@ import pytest
 
 from mmjax.config import ModelConfig, RunConfig, check
 from mmjax.models.multimodal import define
+from mmjax.presets.deepseek import deepseek_v3, deepseek_v32
+from mmjax.presets.fuyu import fuyu_8b
+from mmjax.presets.glm5_next import glm53_flash_text
 from mmjax.presets.kimi_k3 import kimi_k3, kimi_k3_tiny, kimi_k31
 from mmjax.presets.kimi_linear import kimi_linear_48b
+from mmjax.presets.llama import smollm2_135m
+from mmjax.presets.llava import llava_1_5_7b, llava_next_vicuna_7b
+from mmjax.presets.qwen3_next import qwen3_next_80b
+from mmjax.presets.qwen3_vl import qwen3_vl_4b, qwen3_vl_30b_a3b
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "k3_tiny" / "config.json"
 
@@ -45,7 +52,59 @@ def test_kimi_linear_has_the_parameters_of_the_public_implementation():
     assert num_parameters(kimi_linear_48b()) == sum(weight.numel() for weight in public.parameters()) + biases
 
 
-@pytest.mark.parametrize("preset", [kimi_k3, kimi_k31, kimi_k3_tiny, kimi_linear_48b])
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        (llava_1_5_7b, 7_063_427_072),
+        (llava_next_vicuna_7b, 7_063_427_072 + 4096),
+        (qwen3_vl_4b, 4_437_815_808),
+        (qwen3_vl_30b_a3b, 31_070_754_032),
+        (fuyu_8b, 9_408_238_592),
+    ],
+)
+def test_a_model_that_sees_has_the_parameters_of_the_released_one(preset, count):
+    assert num_parameters(preset()) == count
+
+
+def test_smollm2_has_the_parameters_of_the_released_model():
+    assert num_parameters(smollm2_135m()) == 134_515_008
+
+
+def test_qwen3_next_has_the_published_number_of_parameters():
+    assert num_parameters(qwen3_next_80b()) == 79_674_391_296
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"), [("DeepseekV3", deepseek_v3), ("DeepseekV32", deepseek_v32), ("Qwen3Next", qwen3_next_80b)]
+)
+def test_a_preset_has_the_parameters_of_the_public_implementation(name, preset):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    # Its defaults are the released sizes.
+    with torch.device("meta"):
+        public = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")())
+    biases = sum(buffer.numel() for name, buffer in public.named_buffers() if "e_score_correction_bias" in name)
+    assert num_parameters(preset()) == sum(weight.numel() for weight in public.parameters()) + biases
+
+
+def test_glm53_flash_has_the_text_parameters_of_the_public_implementation():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        public = transformers.Glm5NextTextModel(transformers.Glm5NextTextConfig())
+    weights = [*public.named_parameters(), *((n, b) for n, b in public.named_buffers() if "correction_bias" in n)]
+    size = sum(weight.numel() for name, weight in weights if "kpool_compress" not in name)
+    # The head is no part of the public text model.
+    assert num_parameters(glm53_flash_text()) == size + 4096 * 154_880
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        *(kimi_k3, kimi_k31, kimi_k3_tiny, kimi_linear_48b),
+        *(smollm2_135m, deepseek_v3, deepseek_v32, qwen3_next_80b, glm53_flash_text),
+    ],
+)
 def test_a_preset_is_a_valid_model(preset):
     config = RunConfig(model=preset())
     data = dataclasses.replace(config.data, source="conversations.jsonl", tokenizer="tokenizer.json")

@@ -4,6 +4,8 @@ How the recorded values were made stands in tests/golden/k3_tiny/README.md.
 """
 
 import dataclasses
+import json
+import math
 from pathlib import Path
 
 import jax
@@ -14,12 +16,14 @@ from safetensors.numpy import load_file
 
 from mmjax.config import MeshConfig, RunConfig
 from mmjax.data.batch import Batch
+from mmjax.errors import ConfigurationError
 from mmjax.models.decoder import layer_address
-from mmjax.models.families.kimi_k3 import from_released, to_released
+from mmjax.models.families.kimi_k3 import canonical_name, read_config, released_tensors
+from mmjax.models.families.released import from_released, to_released
 from mmjax.models.layers import use
 from mmjax.models.multimodal import define
 from mmjax.parallel.mesh import make_mesh
-from mmjax.presets.kimi_k3 import kimi_k3_tiny
+from mmjax.presets.kimi_k3 import kimi_k3, kimi_k3_tiny, kimi_k31
 from mmjax.training.step import make_value_and_gradient, place_batch
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "k3_tiny"
@@ -118,14 +122,16 @@ def check_golden(one_device, dtype, is_packed, value_bound, gradient_bound) -> N
     expected = np.load(GOLDEN / "expected.npz")
     with jax.enable_x64(dtype == "float64"):
         config, batch = golden_run(dtype), golden_batch(is_packed=is_packed)
-        parameters, biases = from_released(config.model, load_file(GOLDEN / "model.safetensors"))
+        parameters, biases = from_released(
+            config.model, released_tensors(config.model), load_file(GOLDEN / "model.safetensors")
+        )
         definition = define(config.model)
 
         def forward(parameters, biases, batch):
             model = definition.assemble(parameters, biases)
             hidden, records = model(batch, keep_hidden=True)
             logits = jnp.einsum("bsd,dw->bsw", hidden, use(model.decoder.head, hidden.dtype))
-            values = {"logits": logits, "image_features": model.image_features(batch)}
+            values = {"logits": logits, "image_features": model.picture_features(batch).features}
             for index, segment in enumerate(records):
                 for position, record in enumerate(segment):
                     values[f"hidden.{index}.{position}"] = record.hidden
@@ -157,7 +163,9 @@ def check_hidden_values(config, values, batch, expected, bound) -> None:
 
 def check_gradients(config, gradients, biases, expected, bound) -> None:
     arrays = {path: np.asarray(g, np.float64) for path, g in gradients.items()}
-    released = to_released(config.model, arrays | {path: np.zeros_like(b) for path, b in biases.items()})
+    released = to_released(
+        released_tensors(config.model), arrays | {path: np.zeros_like(b) for path, b in biases.items()}
+    )
     for name in (n for n in expected.files if n.startswith("grad.")):
         theirs = expected[name]
         ours = released[name.removeprefix("grad.")]
@@ -178,8 +186,8 @@ def biases_of(released) -> list[str]:
 def test_released_tensors_come_back_byte_for_byte():
     model = kimi_k3_tiny()
     tensors = load_file(GOLDEN / "model.safetensors")
-    parameters, biases = from_released(model, tensors)
-    back = to_released(model, parameters | biases)
+    parameters, biases = from_released(model, released_tensors(model), tensors)
+    back = to_released(released_tensors(model), parameters | biases)
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert back[name].shape == tensor.shape and back[name].tobytes() == tensor.tobytes(), name
@@ -189,4 +197,135 @@ def test_a_missing_and_a_foreign_tensor_are_both_named():
     tensors = load_file(GOLDEN / "model.safetensors")
     tensors["foreign"] = tensors.pop("language_model.lm_head.weight")
     with pytest.raises(ValueError, match=r"lm_head.*foreign"):
-        from_released(kimi_k3_tiny(), tensors)
+        from_released(kimi_k3_tiny(), released_tensors(kimi_k3_tiny()), tensors)
+
+
+def test_the_recorded_configuration_gives_the_preset():
+    config = json.loads((GOLDEN / "config.json").read_text())
+    assert read_config(config) == kimi_k3_tiny()
+
+
+def test_the_released_configuration_gives_kimi_k3_with_all_its_tensors():
+    assert dataclasses.replace(read_config(RELEASED), compute_dtype="bfloat16") == kimi_k3()
+    tensors = list(released_tensors(kimi_k3()))
+    experts = [tensor for tensor in tensors if ".experts." in tensor.name]
+    assert len({tensor.name for tensor in tensors}) == len(tensors)
+    assert (len(tensors) - len(experts), len(experts)) == (2_628, 247_296)
+    # The parameters of the report, and 32 zeros behind each of 69 lists of decay rates.
+    assert sum(math.prod(tensor.shape) for tensor in tensors) == 2_779_931_834_976 + 69 * 32
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048},
+        {"n_heads": 32, "head_dim": 128, "topk": 2048, "layers": [*range(4, 93, 4), 93]},
+        {"num_heads": 32, "head_dim": 128, "top_k": 2048, "dsa_layers": [*range(4, 93, 4), 93], "rope_dim": 0},
+    ],
+)
+def test_an_indexer_is_read_however_its_fields_are_spelt(spelling):
+    text = RELEASED["text_config"] | {"dsa_config": spelling}
+    model = read_config(RELEASED | {"model_type": "kimi_k31", "text_config": text})
+    assert dataclasses.replace(model, compute_dtype="bfloat16") == kimi_k31()
+    assert sum(".indexer." in tensor.name for tensor in released_tensors(model)) == 24 * 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"layers": [4, 8]}, "layers"), ({"rope_dim": 64}, "rope_dim"), ({"kpool": 4}, "kpool")]
+)
+def test_an_indexer_of_another_kind_is_refused(change, message):
+    indexer = {"num_heads": 32, "head_dim": 128, "top_k": 2048} | change
+    text = RELEASED["text_config"] | {"dsa_config": indexer}
+    with pytest.raises(ConfigurationError, match=message):
+        read_config(RELEASED | {"text_config": text})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lm_head.weight", "language_model.lm_head.weight", "language_model.language_model.lm_head.weight"],
+)
+def test_roots_that_were_dropped_or_doubled_are_mended(name):
+    assert canonical_name(name) == "language_model.lm_head.weight"
+
+
+RELEASED = {
+    "model_type": "kimi_k3",
+    "architectures": ["KimiK3ForConditionalGeneration"],
+    "ignore_index": -100,
+    "media_placeholder_token_id": 163_605,
+    "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "kimi_linear",
+        "vocab_size": 163_840,
+        "num_hidden_layers": 93,
+        "hidden_size": 7168,
+        "intermediate_size": 33_792,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 96,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "max_position_embeddings": 1_048_576,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "mla_use_nope": True,
+        "mla_use_output_gate": True,
+        "num_experts": 896,
+        "num_experts_per_token": 16,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 3072,
+        "routed_expert_hidden_size": 3584,
+        "latent_moe_use_norm": True,
+        "moe_router_activation_func": "sigmoid",
+        "moe_renormalize": True,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "noaux_tc",
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "attn_res_block_size": 12,
+        "use_grouped_topk": True,
+        "linear_attn_config": {
+            "head_dim": 128,
+            "num_heads": 96,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
+            "gate_lower_bound": -5.0,
+            "full_attn_layers": [*range(4, 93, 4), 93],
+            "kda_layers": [layer for layer in range(1, 93) if layer % 4],
+        },
+        "quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+    },
+    "vision_config": {
+        "patch_size": 14,
+        "init_pos_emb_height": 64,
+        "init_pos_emb_width": 64,
+        "init_pos_emb_time": 4,
+        "pos_emb_type": "divided_fixed",
+        "pos_emb_interpolation_mode": "bilinear",
+        "vt_num_hidden_layers": 27,
+        "vt_hidden_size": 1024,
+        "vt_num_attention_heads": 12,
+        "qkv_hidden_size": 1536,
+        "vt_intermediate_size": 4096,
+        "norm_type": "rmsnorm",
+        "attn_bias": False,
+        "linear_bias": False,
+        "patch_embed_proj_bias": False,
+        "merge_kernel_size": [2, 2],
+        "merge_type": "sd2_tpool",
+        "video_attn_type": "spatial_temporal",
+        "mm_projector_type": "patchmergerv2",
+        "projector_ln_eps": 1e-5,
+        "mm_hidden_size": 1024,
+        "text_hidden_size": 7168,
+    },
+}
