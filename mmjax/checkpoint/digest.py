@@ -15,6 +15,8 @@ _MULTIPLIERS = (
     (0xCC9E2D51, 0x1B873593, 0xE6546B65, 0xA136AAAD, 0x9F6D62D7, 0xB5026F5B, 0x68E31DA5, 0x3C6EF373),
 )
 _WORDS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint32}
+# Words summed at a time in `SliceDigest`: what the processor's caches hold.
+_BLOCK_WORDS = 1 << 15
 # Arrays up to this size are summed on the host: compiling for each of their shapes would take longer.
 _HOST_BYTES = 1 << 20
 
@@ -37,11 +39,63 @@ class Digest:
             self._array = np.array(array, order="C", ndmin=1)
         else:
             self._sums = _device_sums(array)
+            if jax.process_count() > 1:
+                # Exchanges of several processes' CPU devices that are under way side by side can wait for each other.
+                self._sums.block_until_ready()
 
     def text(self) -> str:
         """16 hexadecimal digits."""
         sums = np.asarray(self._sums) if self._array is None else _sums(_host_words(self._array), np)
         return "".join(f"{int(word):08x}" for word in sums)
+
+
+class SliceDigest:
+    """The digest of an array that is never held whole: its slices may come in any order, each element once."""
+
+    def __init__(self) -> None:
+        self.sums = np.zeros(2, np.uint32)
+        """[2] uint32; those of other slices of the same array may be added."""
+
+    def add(self, slice_: np.ndarray, start: tuple[int, ...]) -> None:
+        """Count a slice whose first element is at `start` of the array."""
+        self.sums += slice_sums(slice_, start)
+
+    def text(self) -> str:
+        """As `Digest.text` of the whole array."""
+        return "".join(f"{int(word):08x}" for word in self.sums)
+
+
+def slice_sums(slice_: np.ndarray, start: tuple[int, ...]) -> np.ndarray:
+    """What a slice whose first element is at `start` adds to the sums of its array: [2] uint32."""
+    values = np.array(slice_, order="C", copy=None, ndmin=1)
+    if values.itemsize == 8:
+        values = values.view(np.uint32).reshape(*values.shape, 2)
+    starts = [*(start or (0,)), *[0] * (values.ndim - max(len(start), 1))]
+    num_columns = values.shape[-1]
+    rows = values.reshape(-1, num_columns)
+    width = min(num_columns, _BLOCK_WORDS) or 1
+    height = max(1, _BLOCK_WORDS // width)
+    row_positions, columns = [], []
+    for seed, multipliers in zip(_SEEDS, _MULTIPLIERS, strict=True):
+        *outer, last = (
+            (np.arange(size, dtype=np.uint32) + np.uint32(first & 0xFFFFFFFF)) * np.uint32(multiplier)
+            for size, first, multiplier in zip(values.shape, starts, multipliers, strict=False)
+        )
+        position = np.full(values.shape[:-1], seed, np.uint32)
+        for dimension, along in enumerate(outer):
+            position += along.reshape([-1 if other == dimension else 1 for other in range(len(outer))])
+        row_positions.append(position.reshape(-1, 1))
+        columns.append(last[None, :])
+    sums = np.zeros(2, np.uint32)
+    for row in range(0, len(rows), height):
+        for column in range(0, num_columns, width):
+            words = _host_words(np.ascontiguousarray(rows[row : row + height, column : column + width]))
+            for lane, seed in enumerate(_SEEDS):
+                position = row_positions[lane][row : row + height] + columns[lane][:, column : column + width]
+                mixed = words * seed
+                mixed += _mix_in_place(position)
+                sums[lane : lane + 1] += np.sum(_mix_in_place(mixed), dtype=np.uint32)
+    return sums
 
 
 @jax.jit
@@ -84,3 +138,16 @@ def _mix(word: Any) -> Any:
     word = (word ^ (word >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     word = (word ^ (word >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return word ^ (word >> np.uint32(16))
+
+
+def _mix_in_place(word: np.ndarray) -> np.ndarray:
+    """`_mix` without new arrays but one."""
+    shifted = word >> np.uint32(16)
+    word ^= shifted
+    word *= np.uint32(0x85EBCA6B)
+    np.right_shift(word, np.uint32(13), out=shifted)
+    word ^= shifted
+    word *= np.uint32(0xC2B2AE35)
+    np.right_shift(word, np.uint32(16), out=shifted)
+    word ^= shifted
+    return word

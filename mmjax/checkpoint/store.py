@@ -6,7 +6,6 @@ step. A step without manifest counts as absent.
 """
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -22,19 +21,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from mmjax.checkpoint.digest import Digest
+from mmjax.checkpoint.manifest import (
+    MANIFEST,
+    Damage,
+    check_files,
+    describe_files,
+    first_line,
+    listed,
+    read_manifest,
+    write_manifest,
+)
 from mmjax.errors import CheckpointError
 
-MANIFEST = "manifest.json"
-# Files up to this size get a digest of their own, so that a damaged one is named before anything is read from it.
-_SMALL_FILE_BYTES = 1 << 20
-_DIFFERENCES_NAMED = 5
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 State = TypeVar("State")
-
-
-class _Damage(Exception):
-    """A step cannot be trusted: what differs."""
 
 
 class Store:
@@ -151,9 +152,9 @@ class Store:
                 self._set_aside(path, "incomplete", f"no {MANIFEST}: its save was never finished")
                 continue
             try:
-                manifest = _read_manifest(path)
+                manifest = read_manifest(path)
                 restored = self._restore(path, manifest, leaves)
-            except _Damage as damage:
+            except Damage as damage:
                 self._set_aside(path, "damaged", str(damage))
                 continue
             values = [restored[name] for name in leaves]
@@ -174,20 +175,20 @@ class Store:
         return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir())
 
     def _restore(self, path: Path, manifest: dict[str, Any], leaves: dict[str, Any]) -> dict[str, jax.Array]:
-        _check_files(path, manifest)
+        check_files(path, manifest)
         _compare(path, manifest["arrays"], leaves)
         try:
             restored = self._checkpointer.restore(path, leaves)
         except Exception as error:
             if isinstance(error, (MemoryError, PermissionError)) or "RESOURCE_EXHAUSTED" in str(error):
                 raise CheckpointError(
-                    str(path), found=_first_line(error), expected="to read it", remedy="the step itself is untouched"
+                    str(path), found=first_line(error), expected="to read it", remedy="the step itself is untouched"
                 ) from None
-            raise _Damage(_first_line(error)) from None
+            raise Damage(first_line(error)) from None
         digests = {name: Digest(array) for name, array in restored.items()}
         wrong = [name for name, entry in manifest["arrays"].items() if digests[name].text() != entry["digest"]]
         if wrong:
-            raise _Damage(f"array {_listed(wrong)} differs from what was saved")
+            raise Damage(f"array {listed(wrong)} differs from what was saved")
         return restored
 
     def _check_room(self, leaves: dict[str, jax.Array]) -> None:
@@ -214,8 +215,8 @@ class Store:
             for name, digest in digests.items():
                 manifest["arrays"][name]["digest"] = digest.text()
             if self._changes_disk:
-                manifest["files"] = _describe_files(path)
-                _write_manifest(path, manifest)
+                manifest["files"] = describe_files(path)
+                write_manifest(path, manifest)
                 self._delete_old()
         except Exception as error:
             self._error = self._failed(path, error)
@@ -232,13 +233,13 @@ class Store:
         if getattr(error, "errno", None) in _FULL or any(os.strerror(code) in str(error) for code in _FULL):
             return CheckpointError(
                 str(path),
-                found=f"the disk or quota full: {_first_line(error)}",
+                found=f"the disk or quota full: {first_line(error)}",
                 expected="room for one step more than are kept",
                 remedy=f"free space and start the same command again; complete steps: {kept}",
             )
         return CheckpointError(
             str(path),
-            found=_first_line(error),
+            found=first_line(error),
             expected="to write the step",
             remedy=f"mend that and start the same command again; complete steps: {kept}",
         )
@@ -283,79 +284,10 @@ def _compare(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     if differences:
         raise CheckpointError(
             str(path),
-            found=f"another model or optimizer: {_listed(differences, '; ')}",
+            found=f"another model or optimizer: {listed(differences, '; ')}",
             expected="the arrays of this configuration",
             remedy="use the configuration that the run was saved with, or another run_dir",
         )
-
-
-def _describe_files(path: Path) -> dict[str, dict[str, Any]]:
-    """Size and, of small files, digest of every file of a step; each is made durable."""
-    files = {}
-    for file in sorted(file for file in path.rglob("*") if file.is_file()):
-        _sync(file)
-        size = file.stat().st_size
-        content = _file_digest(file) if size <= _SMALL_FILE_BYTES else None
-        files[file.relative_to(path).as_posix()] = {"bytes": size, "digest": content}
-    return files
-
-
-def _check_files(path: Path, manifest: dict[str, Any]) -> None:
-    """Every file must be there with its size, and the small ones, whose reading costs nothing, with their content."""
-    for name, entry in manifest["files"].items():
-        file = path / name
-        if not file.exists():
-            raise _Damage(f"file {name} is missing")
-        if (size := file.stat().st_size) != entry["bytes"]:
-            raise _Damage(f"file {name} has {size} bytes of {entry['bytes']}")
-        if entry["digest"] is not None and _file_digest(file) != entry["digest"]:
-            raise _Damage(f"file {name} differs from what was saved")
-
-
-def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    manifest = {**manifest, "digest": _content_digest(manifest)}
-    temporary = path / f"{MANIFEST}.tmp"
-    temporary.write_text(json.dumps(manifest, indent=1))
-    _sync(temporary)
-    temporary.rename(path / MANIFEST)
-    _sync(path)
-    _sync(path.parent)
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        expected = manifest.pop("digest")
-    except (ValueError, KeyError, AttributeError):
-        raise _Damage(f"file {MANIFEST} cannot be read") from None
-    if _content_digest(manifest) != expected:
-        raise _Damage(f"file {MANIFEST} differs from what was saved")
-    return manifest
-
-
-def _content_digest(manifest: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _file_digest(file: Path) -> str:
-    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _listed(names: list[str], separator: str = ", ") -> str:
-    more = f" and {len(names) - _DIFFERENCES_NAMED} more" if len(names) > _DIFFERENCES_NAMED else ""
-    return separator.join(names[:_DIFFERENCES_NAMED]) + more
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _silence_background_tracebacks() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mmjax.checkpoint.digest import Digest
+from mmjax.checkpoint.digest import Digest, SliceDigest
 from mmjax.config import MeshConfig
 from mmjax.parallel.mesh import make_mesh
 
@@ -57,3 +57,23 @@ def test_the_digest_does_not_depend_on_the_sharding(place: str) -> None:
     specs = [PartitionSpec(), PartitionSpec("fsdp", "tensor"), PartitionSpec(None, "fsdp")]
     placed = [jax.device_put(array, NamedSharding(mesh, spec)) for spec in specs]
     assert {Digest(one).text() for one in placed} == {Digest(array).text()}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+def test_slices_in_any_order_give_the_digest_of_the_whole(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Several blocks a slice, rows and columns cut.
+    monkeypatch.setattr("mmjax.checkpoint.digest._BLOCK_WORDS", 5)
+    with jax.enable_x64(dtype == "float64"):
+        array = jnp.asarray(np.arange(-60, 60).reshape(4, 5, 6)).astype(dtype)
+        whole, values = Digest(array).text(), np.asarray(array)
+        digest = SliceDigest()
+        for where in ((slice(2, 4), slice(0, 5)), (slice(0, 2), slice(3, 5)), (slice(0, 2), slice(0, 3))):
+            digest.add(values[where], (where[0].start, where[1].start, 0))
+        assert digest.text() == whole
+        moved = SliceDigest()
+        moved.add(values[2:], (0, 0, 0))
+        moved.add(values[:2], (2, 0, 0))
+        assert moved.text() != whole
+        scalar = SliceDigest()
+        scalar.add(values[0, 0, 0], ())
+        assert scalar.text() == Digest(array[0, 0, 0]).text()

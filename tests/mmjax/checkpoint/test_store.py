@@ -133,7 +133,7 @@ def test_a_flipped_bit_in_any_file_is_seen_and_the_file_named(tmp_path: Path) ->
 
 
 def test_a_flipped_bit_in_a_large_file_is_seen_in_the_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmjax.checkpoint.store._SMALL_FILE_BYTES", -1)
+    monkeypatch.setattr("mmjax.checkpoint.manifest._SMALL_FILE_BYTES", -1)
     state = {"weight": jax.device_put(jax.random.normal(jax.random.key(0), (64, 64)), _state(0)["step"].sharding)}
     with Store(tmp_path) as store:
         store.save(1, state, {})
@@ -251,7 +251,7 @@ def test_a_failed_save_is_seen_by_check_and_on_leaving(tmp_path: Path, monkeypat
     def fail(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "manifest.json.tmp")
 
-    monkeypatch.setattr("mmjax.checkpoint.store._write_manifest", fail)
+    monkeypatch.setattr("mmjax.checkpoint.store.write_manifest", fail)
     with pytest.raises(CheckpointError, match="Permission denied"), Store(tmp_path) as store:
         store.save(1, _state(1), {})
     assert list(tmp_path.iterdir()) == []
@@ -265,14 +265,14 @@ CHILD = """
     from mmjax.checkpoint import store as module
 
     directory, moment = sys.argv[1:]
-    write = module._write_manifest
+    write = module.write_manifest
 
     def write_or_die(path, manifest):
         if moment == "before the manifest" and path.name == "3":
             os.kill(os.getpid(), signal.SIGKILL)
         write(path, manifest)
 
-    module._write_manifest = write_or_die
+    module.write_manifest = write_or_die
     store = module.Store(directory)
     for step in range(1, 1000):
         state = {"weight": jax.random.normal(jax.random.key(step), (1024, 1024)), "step": jnp.int32(step)}

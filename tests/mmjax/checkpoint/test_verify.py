@@ -1,0 +1,56 @@
+"""Verification after a conversion: pictures go through transformers and ours alike."""
+
+import pytest
+
+from mmjax.checkpoint.verify import compare
+from mmjax.convert import main
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+CLIP = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+CLIP |= {"model_type": "clip_vision_model", "image_size": 12, "patch_size": 4}
+
+
+def llava_next():
+    text = {"model_type": "llama", **TEXT}
+    sizes = [[12, 24], [24, 12], [24, 24]]
+    config = transformers.LlavaNextConfig(
+        text_config=text, vision_config=dict(CLIP), image_token_index=39, image_grid_pinpoints=sizes
+    )
+    return transformers.LlavaNextForConditionalGeneration(config)
+
+
+def fuyu():
+    text = {name: value for name, value in TEXT.items() if name != "num_key_value_heads"}
+    text |= {"model_type": "persimmon", "num_attention_heads": 3}
+    return transformers.FuyuForCausalLM(transformers.FuyuConfig(text_config=text, patch_size=4, image_token_id=39))
+
+
+def qwen3_vl():
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    tokens = {"image_token_id": 39, "video_token_id": 38, "vision_start_token_id": 37, "vision_end_token_id": 36}
+    text = {**TEXT, "head_dim": 6, "rope_parameters": rotary}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [llava_next, fuyu, qwen3_vl], ids=lambda make: make.__name__)
+def test_pictures_are_compared_too(make, tmp_path):
+    make().save_pretrained(tmp_path / "released")
+    assert main([str(tmp_path / "released"), str(tmp_path / "ours")]) == 0
+    table = compare(tmp_path / "released", tmp_path / "ours")
+    names, *found = ([str(cell) for cell in column.cells] for column in table.columns)
+    assert [column.header for column in table.columns[1:]] == ["3 rows of text", "2 rows with a picture"]
+    for cells in found:
+        values = dict(zip(names, map(float, cells), strict=True))
+        assert values["relative to the largest logit"] < 1e-4 and values["same likeliest token"] == 1
