@@ -20,6 +20,7 @@ from rich.table import Table
 from mmjax.config import (
     ConfigurationFaults,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -27,7 +28,7 @@ from mmjax.config import (
     to_yaml,
 )
 from mmjax.errors import ConfigurationError, MmjaxError
-from mmjax.planner.adapters import Tuning
+from mmjax.planner.adapters import ADAPTED_NAMES, Tuning
 from mmjax.planner.hardware import Cluster
 from mmjax.planner.machine import discover
 from mmjax.planner.readings import fit_link, load, with_inside_link
@@ -175,7 +176,16 @@ def describe_run(command: Command, model: ModelConfig, cluster: Cluster) -> tupl
     if faults := check_without_mesh(config):
         raise ConfigurationFaults("settings", faults)
     if command.lora:
-        config = dataclasses.replace(config, model=dataclasses.replace(model, parameter_dtype="bfloat16"))
+        storage = "mxfp4" if command.experts_at_rest == "mxfp4" else "dense"
+        moe = dataclasses.replace(model.moe, expert_storage=storage)
+        lora = LoraConfig(
+            rank=command.rank,
+            targets=ADAPTED_NAMES,
+            experts="per_expert" if command.expert_rank else "none",
+            expert_rank=command.expert_rank,
+        )
+        model = dataclasses.replace(model, parameter_dtype="bfloat16", moe=moe)
+        config = dataclasses.replace(config, model=model, lora=lora)
     tuning = Tuning(
         kind="lora" if command.lora else "full",
         rank=command.rank,
@@ -259,15 +269,15 @@ def print_no_fit(
 
 
 def write_files(folder: Path, result: SearchResult, tuning: Tuning) -> None:
-    """plans.json and plans.png; plan.yaml of the best, unless it trains adapters, which training cannot yet."""
+    """plans.json and plans.png; plan.yaml of the best, unless only experts get adapters, which settings cannot say."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plans.json").write_text(json.dumps([_as_json(plan, result) for plan in result.plans], indent=1) + "\n")
     draw(result, folder / "plans.png")
-    if tuning.kind == "full":
+    if tuning.kind == "full" or tuning.rank:
         (folder / "plan.yaml").write_text(to_yaml(result.plans[0].config))
         print(f"settings of the best: python -m mmjax.train --config {folder / 'plan.yaml'}")
     else:
-        print("no plan.yaml: training has no settings for adapters yet")
+        print("no plan.yaml: settings have no word for adapters of experts alone")
 
 
 def draw(result: SearchResult, path: Path) -> None:

@@ -13,7 +13,11 @@ from mmjax.config import OptimizerConfig
 
 # Last words of the paths of parameters with several axes that are no matrices: tables and elementwise factors.
 TABLES = ("embedding", "head", "position_table")
-ELEMENTWISE = ("decay_bias", "query_convolution", "key_convolution", "value_convolution")
+ELEMENTWISE = (
+    "sinusoids",
+    *("decay_bias", "query_bias", "key_bias", "value_bias"),
+    *("query_convolution", "key_convolution", "value_convolution"),
+)
 # Projections whose heads are orthogonalised one by one in per-head Muon: queries, keys and values.
 PER_HEAD = ("query", "key", "value", "query_up", "key_up", "value_up", "query_key_value")
 
@@ -99,7 +103,8 @@ def matrix_axes(path: str, variable: nnx.Variable, config: OptimizerConfig) -> M
     first, *rest = (num_stacked + axis for axis, name in enumerate(array_axes) if name != "experts")
     if _is(path, PER_HEAD) and len(rest) > 1:
         return MatrixAxes((first,), tuple(rest[-1:] if config.muon_heads == "per_head" else rest[-2:]))
-    if _is(path, ("output",)):
+    # The first factor of an adapter ends in `down` too, and may have several axes of inputs.
+    if _is(path, ("output", "down")):
         return MatrixAxes((first, *rest[:-1]), (rest[-1],))
     return MatrixAxes((first,), tuple(rest))
 

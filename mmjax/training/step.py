@@ -1,22 +1,28 @@
 """The training step: one `shard_map` for loss and gradient, then the optimizer and the router update, one program."""
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.axes import DATA_AXES, TENSOR
+from mmjax.checkpoint.adapters import define_run, read_start
+from mmjax.checkpoint.weights import load_weights
 from mmjax.config import ModelConfig, RunConfig
 from mmjax.data.batch import Batch
 from mmjax.models.decoder import LayerRecord
-from mmjax.models.layers import at_least_float32, initial_arrays, use
+from mmjax.models.layers import at_least_float32, initial_arrays
 from mmjax.models.moe import RouterStatistics
-from mmjax.models.multimodal import Arrays, ModelDefinition, MultimodalModel, define
+from mmjax.models.multimodal import Arrays, ModelDefinition, MultimodalModel
 from mmjax.parallel.fsdp import make_varying, varying_like
 from mmjax.parallel.sharding import spec, variable_spec
 from mmjax.resilience.router_update import update_bias
@@ -26,7 +32,7 @@ from pallas_kernels.cross_entropy.api import cross_entropy
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["parameters", "router_biases", "optimizer", "step", "nonfinite_steps"],
+    data_fields=["parameters", "router_biases", "frozen", "optimizer", "step", "nonfinite_steps"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -40,44 +46,111 @@ class TrainState:
     """int32: steps done, skipped ones included."""
     nonfinite_steps: jax.Array
     """int32: steps in a row, up to now, whose loss or gradient was not finite."""
+    frozen: Arrays = dataclasses.field(default_factory=dict)
+    """What nothing moves: under adapters the model itself. Passed on as it is."""
 
 
 def abstract_state(config: RunConfig, mesh: Mesh | jax.sharding.AbstractMesh) -> TrainState:
     """The train state as shapes, dtypes and shardings; needs no device when the mesh is abstract."""
-    definition = define(config.model)
-    specs = {path: variable_spec(v, v.get_value().ndim) for path, v in definition.parameters.items()}
+    definition = define_run(config)
+    specs = specs_of(definition.parameters | definition.frozen)
 
     def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         # Optimizer moments carry their parameter's path as the last key; counters and biases are held whole.
         leaf_spec = specs.get(getattr(path[-1], "key", ""), PartitionSpec())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf_spec))
 
-    parameters, router_biases = (
+    arrays = (
         {path: v.get_value() for path, v in variables.items()}
-        for variables in (definition.parameters, definition.router_biases)
+        for variables in (definition.parameters, definition.router_biases, definition.frozen)
     )
-    state = jax.eval_shape(lambda p, b: _fresh_state(config, definition, p, b), parameters, router_biases)
+    state = jax.eval_shape(functools.partial(_fresh_state, config, definition), *arrays)
     return jax.tree_util.tree_map_with_path(place, state)
 
 
+def specs_of(variables: Mapping[str, nnx.Variable]) -> dict[str, PartitionSpec]:
+    """How each array rests on a mesh, by path."""
+    return {path: variable_spec(v, v.get_value().ndim) for path, v in variables.items()}
+
+
 def init_state(config: RunConfig, mesh: Mesh) -> TrainState:
-    """A fresh train state, made on the mesh it lives on. The numbers do not depend on the mesh."""
-    definition = define(config.model)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
-    key = jax.random.key(config.seed)
-    parameters = initial_arrays(definition.parameters, key, shardings.parameters)
-    router_biases = initial_arrays(definition.router_biases, key, shardings.router_biases)
-    fresh = functools.partial(_fresh_state, config, definition)
-    return jax.jit(fresh, out_shardings=shardings)(parameters, router_biases)
+    """A fresh train state, made on the mesh it lives on. The numbers do not depend on the mesh.
+
+    The model's arrays come from `config.weights` where it is given.
+
+    Raises:
+      CheckpointError: the weights cannot be read, or are of another model.
+    """
+    definition, abstract = define_run(config), abstract_state(config, mesh)
+    base = base_arrays(config, abstract)
+    if config.lora.rank:
+        key, shardings = jax.random.key(config.seed), {p: leaf.sharding for p, leaf in abstract.parameters.items()}
+        parameters = initial_arrays(definition.parameters, key, shardings)
+        if config.lora.start:
+            parameters = place_factors(read_start(config), abstract.parameters)
+    else:
+        parameters = {path: base[path] for path in abstract.parameters}
+    router_biases = {path: base[path] for path in abstract.router_biases}
+    frozen = {path: base[path] for path in abstract.frozen}
+    fresh = jax.jit(
+        functools.partial(_fresh_state, config, definition),
+        donate_argnums=(0, 1, 2),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
+    )
+    return fresh(parameters, router_biases, frozen)
+
+
+def place_factors(factors: Mapping[str, np.ndarray], abstract: Arrays) -> Arrays:
+    """Host arrays, whole on every process, as they rest on the mesh."""
+    return {
+        path: jax.make_array_from_callback(
+            leaf.shape, leaf.sharding, lambda i, f=factors[path], d=leaf.dtype: f[i].astype(d)
+        )
+        for path, leaf in abstract.items()
+    }
+
+
+def base_arrays(config: RunConfig, abstract: TrainState) -> Arrays:
+    """The arrays of the model itself, adapters left out, from `config.weights` or drawn.
+
+    Raises:
+      CheckpointError: the weights cannot be read, or are of another model.
+    """
+    wanted = abstract.router_biases | abstract.frozen | ({} if config.lora.rank else abstract.parameters)
+    if config.weights:
+        return load_weights(config.weights, wanted)
+    definition = define_run(config)
+    variables = definition.parameters | definition.router_biases | definition.frozen
+    shardings = {path: leaf.sharding for path, leaf in wanted.items()}
+    return initial_arrays({path: variables[path] for path in wanted}, jax.random.key(config.seed), shardings)
+
+
+def saved_part(config: RunConfig, state: TrainState) -> TrainState:
+    """What a checkpoint holds: under adapters not the model, which `base_arrays` gives again."""
+    return dataclasses.replace(state, router_biases={}, frozen={}) if config.lora.rank else state
+
+
+def with_base(config: RunConfig, abstract: TrainState, saved: TrainState) -> TrainState:
+    """The state whose `saved_part` is `saved`.
+
+    Raises:
+      CheckpointError: the weights cannot be read, or are of another model.
+    """
+    if not config.lora.rank:
+        return saved
+    base = base_arrays(config, abstract)
+    router_biases = {path: base[path] for path in abstract.router_biases}
+    return dataclasses.replace(saved, router_biases=router_biases, frozen={p: base[p] for p in abstract.frozen})
 
 
 def _fresh_state(
-    config: RunConfig, definition: ModelDefinition, parameters: Arrays, router_biases: Arrays
+    config: RunConfig, definition: ModelDefinition, parameters: Arrays, router_biases: Arrays, frozen: Arrays
 ) -> TrainState:
     optimizer = make_optimizer(config.optimizer, config.training.steps, definition.parameters)
     return TrainState(
         parameters=parameters,
         router_biases=router_biases,
+        frozen=frozen,
         optimizer=optimizer.init(parameters),
         step=jnp.zeros((), jnp.int32),
         nonfinite_steps=jnp.zeros((), jnp.int32),
@@ -119,7 +192,7 @@ def make_train_step(config: RunConfig, mesh: Mesh):
     update = make_update(config)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        return update(state, *value_and_gradient(state.parameters, state.router_biases, batch))
+        return update(state, *value_and_gradient(state.parameters, state.router_biases, batch, state.frozen))
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())))
@@ -130,7 +203,7 @@ def make_update(config: RunConfig):
 
     A step whose loss or gradient norm is not finite changes only the counters.
     """
-    definition = define(config.model)
+    definition = define_run(config)
     optimizer = make_optimizer(config.optimizer, config.training.steps, definition.parameters)
     schedule = learning_rate(config.optimizer, config.training.steps)
 
@@ -144,7 +217,10 @@ def make_update(config: RunConfig):
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         changed = (
             optax.apply_updates(state.parameters, updates),
-            update_routers(config.model, state.router_biases, report.routers, counts["real_tokens"]),
+            # A frozen router keeps its correction bias.
+            state.router_biases
+            if config.lora.rank
+            else update_routers(config.model, state.router_biases, report.routers, counts["real_tokens"]),
             optimizer_state,
         )
         kept = (state.parameters, state.router_biases, state.optimizer)
@@ -170,6 +246,7 @@ def make_update(config: RunConfig):
         new_state = TrainState(
             parameters=parameters,
             router_biases=router_biases,
+            frozen=state.frozen,
             optimizer=optimizer_state,
             step=state.step + 1,
             nonfinite_steps=jnp.where(is_finite, 0, state.nonfinite_steps + 1),
@@ -191,33 +268,36 @@ class StepReport(NamedTuple):
 
 
 def make_value_and_gradient(config: RunConfig, mesh: Mesh):
-    """`(parameters, router_biases, batch) -> (loss, StepReport, token counts, gradients)` on global arrays.
+    """`(parameters, router_biases, batch, frozen={}) -> (loss, StepReport, token counts, gradients)` on global arrays.
 
     loss = sum of cross-entropy over supervised tokens / their number
          + loss_coefficient * sum over layers of the indexer's KL / number of real tokens
 
     Both numbers are counted over the whole batch, so that neither the mesh nor accumulation changes the loss.
     """
-    definition = define(config.model)
-    parameter_specs = {path: variable_spec(v, v.get_value().ndim) for path, v in definition.parameters.items()}
-    whole = PartitionSpec()
+    definition = define_run(config)
+    parameter_specs, whole = specs_of(definition.parameters), PartitionSpec()
 
-    def on_device(parameters: Arrays, router_biases: Arrays, batch: Batch):
+    def on_device(parameters: Arrays, router_biases: Arrays, batch: Batch, frozen: Arrays):
         counts = {
             "supervised_tokens": lax.psum(jnp.sum(batch.loss_weight), DATA_AXES),
             "real_tokens": lax.psum(jnp.sum(batch.segment_ids > 0, dtype=jnp.int32), DATA_AXES),
         }
+        accumulation = config.training.accumulation
         micro_batches = jax.tree.map(
-            lambda array: array.reshape(config.training.accumulation, -1, *array.shape[1:]), batch
+            lambda array: array.reshape(accumulation, array.shape[0] // accumulation, *array.shape[1:]), batch
         )
         # Marked as varying once, outside the loop: the sum over devices happens once a step, in `reduce_gradients`.
         varying, reduce_gradients = jax.vjp(make_varying, parameters)
+        frozen = make_varying(frozen)
 
         # Jitted so that the model is traced once, not for the sums' shapes and again in the loop.
         @jax.jit
         def run_micro_batch(micro_batch: Batch):
             def objective(varying):
-                loss, report = micro_batch_loss(definition.assemble(varying, router_biases), micro_batch, counts)
+                loss, report = micro_batch_loss(
+                    definition.assemble(varying, router_biases, frozen), micro_batch, counts
+                )
                 return loss, make_varying(report)
 
             (loss, report), gradients = jax.value_and_grad(objective, has_aux=True)(varying)
@@ -233,13 +313,18 @@ def make_value_and_gradient(config: RunConfig, mesh: Mesh):
         (gradients,) = reduce_gradients(jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, varying))
         return loss, jax.tree.map(lambda leaf: lax.psum(leaf, DATA_AXES), report), counts, gradients
 
-    return jax.shard_map(
+    on_mesh = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(parameter_specs, whole, batch_specs()),
+        in_specs=(parameter_specs, whole, batch_specs(), specs_of(definition.frozen)),
         out_specs=(whole, whole, whole, parameter_specs),
         check_vma=True,
     )
+
+    def value_and_gradient(parameters: Arrays, router_biases: Arrays, batch: Batch, frozen: Arrays | None = None):
+        return on_mesh(parameters, router_biases, batch, frozen or {})
+
+    return value_and_gradient
 
 
 def micro_batch_loss(
@@ -250,7 +335,7 @@ def micro_batch_loss(
     wide = at_least_float32(hidden.dtype)
     token_loss = cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
-        use(model.decoder.head, hidden.dtype),
+        model.decoder.head_weights(hidden.dtype),
         batch.targets.reshape(-1),
         batch.loss_weight.reshape(-1).astype(wide),
         chunk_tokens=model.model.loss_chunk_tokens,

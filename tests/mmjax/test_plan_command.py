@@ -9,8 +9,10 @@ import pytest
 
 from mmjax import plan
 from mmjax.config import check, from_yaml
+from mmjax.planner.adapters import Tuning, trained_arrays
 from mmjax.planner.machine import discover
 from mmjax.planner.topology import read_cluster
+from mmjax.training.dry_run import tuning_of
 
 SMALL = ["--model", "kimi_linear_48b", "--cluster", "8xh200", "--seq", "4096", "--rows", "16"]
 
@@ -27,8 +29,19 @@ def test_a_plan_is_printed_and_its_settings_run(tmp_path, capsys):
     assert (tmp_path / "plans.png").stat().st_size > 5000
 
 
-def test_adapters_are_planned_but_no_settings_are_written(tmp_path, capsys):
-    assert plan.main([*SMALL, "--lora", "--output", str(tmp_path)]) == 0
+@pytest.mark.parametrize("expert_rank", [0, 2])
+def test_settings_of_planned_adapters_put_them_where_they_were_planned(tmp_path, capsys, expert_rank):
+    options = ["--lora", "--rank", "8", "--expert-rank", str(expert_rank), "--output", str(tmp_path)]
+    assert plan.main([*SMALL, *options]) == 0
+    config = from_yaml((tmp_path / "plan.yaml").read_text(), "plan.yaml")
+    assert check(config) == [] and config.lora.rank == 8
+    planned = Tuning(kind="lora", rank=8, expert_rank=expert_rank)
+    expected, found = (trained_arrays(config.model, tuning) for tuning in (planned, tuning_of(config)))
+    assert sorted(expected, key=str) == sorted(found, key=str)
+
+
+def test_adapters_of_experts_alone_are_planned_but_no_settings_are_written(tmp_path, capsys):
+    assert plan.main([*SMALL, "--lora", "--rank", "0", "--expert-rank", "1", "--output", str(tmp_path)]) == 0
     assert "no plan.yaml" in capsys.readouterr().out
     assert not (tmp_path / "plan.yaml").exists()
 
