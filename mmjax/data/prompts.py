@@ -1,0 +1,301 @@
+"""Prompts: conversations that end with a question, or plain text, as the tokens that an answer goes on behind.
+
+Two forms: the one that this trainer writes conversations in (`TrainingForm`), and that of a released model, whose
+tokenizer and chat template came with its weights (`ReleasedForm`).
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mmjax.config import DataConfig, VisionConfig
+from mmjax.data.align import Document, PlacedPicture, align, place, read_patches
+from mmjax.data.batch import Batch
+from mmjax.data.chat_template import ChatTemplate, read_chat_template, read_object
+from mmjax.data.files import open_regular, reason
+from mmjax.data.packing import fill
+from mmjax.data.sources.conversation import ImageFile, Message, Sample
+from mmjax.data.sources.records import MAX_RECORD_BYTES, RecordReader, decode_record
+from mmjax.data.tokenizer import Tokenizer, read_tokenizer
+from mmjax.errors import DataError
+
+# Put into a control token that a text merely spells: no character, so no text loses anything by its removal.
+_CUT = "\ufdd0"
+# Of Fuyu: ends each row of a picture's patches.
+_NEWLINE_TOKEN = "|NEWLINE|"
+
+
+class PromptForm(Protocol):
+    """How a model is spoken to."""
+
+    vocabulary_size: int
+    """One more than the largest id that has a text."""
+    pad_token_id: int
+    stop_tokens: tuple[int, ...]
+    """Tokens that end an answer."""
+
+    def chats(self, samples: Sequence[Sample]) -> list[Document]:
+        """Conversations up to where the assistant answers; a last answer is left out."""
+        ...
+
+    def text(self, text: str) -> Document:
+        """A text that is to be continued."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the ids, control tokens left out."""
+        ...
+
+
+class TrainingForm:
+    """The form that `align` trains."""
+
+    def __init__(self, tokenizer: Tokenizer, data: DataConfig, vision: VisionConfig):
+        self._tokenizer, self._data, self._vision = tokenizer, data, vision
+        self.vocabulary_size, self.pad_token_id = tokenizer.vocabulary_size, tokenizer.pad_token_id
+        self.stop_tokens = (tokenizer.end_token_id,)
+
+    def chats(self, samples: Sequence[Sample]) -> list[Document]:
+        opened = Message(role="assistant", parts=(), is_supervised=False)
+        documents = []
+        for sample in samples:
+            sample = dataclasses.replace(sample, messages=(*_questions(sample), opened))
+            document = align(sample, self._tokenizer, self._data, self._vision)
+            documents.append(_document(document.where, document.tokens[: document.answer_start], document))
+        return documents
+
+    def text(self, text: str) -> Document:
+        return _document("the text", self._tokenizer.encode(text))
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
+class ReleasedForm:
+    """The form of a released model: a folder with tokenizer.json, and what else its release has of
+
+    tokenizer_config.json, chat_template.jinja, generation_config.json, config.json
+    """
+
+    def __init__(self, folder: Path, data: DataConfig, vision: VisionConfig, template: ChatTemplate | None = None):
+        """`template` in place of the folder's own.
+
+        Raises:
+          DataError: a file cannot be used.
+        """
+        self._folder, self._data, self._vision = folder, data, vision
+        if not (folder / "tokenizer.json").exists():
+            there = ", ".join(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else "no folder"
+            raise DataError(
+                str(folder / "tokenizer.json"),
+                found=f"no such file (there: {there or 'nothing'})",
+                expected="the tokenizer that the model was trained with",
+                remedy="put it there, or give --tokenizer FOLDER",
+            )
+        self._tokenizer, _ = read_tokenizer(folder / "tokenizer.json")
+        self._template = template or read_chat_template(folder)
+        self._settings = read_object(folder / "tokenizer_config.json")
+        config, generation = (read_object(folder / name) for name in ("config.json", "generation_config.json"))
+        self.vocabulary_size = 1 + max(self._tokenizer.get_vocab().values())
+        self._special = {
+            token.content: number
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        # Between the first character of a control token and its rest.
+        self._cuts = re.compile(
+            "|".join(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in self._special if len(text) > 1)
+            or "(?!)"
+        )
+        self.stop_tokens = self._stops(config, generation)
+        self.pad_token_id = self.stop_tokens[0] if self.stop_tokens else 0
+        names = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+        self._image_token = next((config[name] for name in names if isinstance(config.get(name), int)), None)
+        self._newline_token = self._tokenizer.token_to_id(_NEWLINE_TOKEN)
+
+    def _stops(self, config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+        """What any of the files calls the end of an answer."""
+        text_config = config.get("text_config")
+        stops: list[int] = []
+        for values in (generation, config, text_config if isinstance(text_config, dict) else {}):
+            declared = values.get("eos_token_id")
+            stops += [token for token in (declared if isinstance(declared, list) else [declared]) if token is not None]
+        stops += [token for token in (self._id_of("eos_token"),) if token is not None]
+        if wrong := [token for token in stops if not isinstance(token, int) or not 0 <= token < self.vocabulary_size]:
+            raise DataError(
+                str(self._folder),
+                found=f"eos_token_id {wrong[0]!r}",
+                expected=f"a token of the tokenizer, below {self.vocabulary_size}",
+                remedy="correct generation_config.json and config.json",
+            )
+        return tuple(dict.fromkeys(stops))
+
+    def _id_of(self, name: str) -> int | None:
+        """Of the special token that the settings name so."""
+        token = self._settings.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+
+    def chats(self, samples: Sequence[Sample]) -> list[Document]:
+        if self._template is None:
+            raise DataError(
+                str(self._folder),
+                found="no chat template",
+                expected="chat_template.jinja, or chat_template in tokenizer_config.json",
+                remedy="give --chat-template FILE, or continue plain text with --style text",
+            )
+        samples = [dataclasses.replace(sample, messages=_questions(sample)) for sample in samples]
+        pictures = [[place(picture, s.where, self._data, self._vision) for picture in s.pictures] for s in samples]
+        messages = [[self._plain(message, sample.where) for message in sample.messages] for sample in samples]
+        texts = self._template.render(messages)
+        return [
+            self._with_pictures(sample.where, self._encode(text), placed)
+            for sample, text, placed in zip(samples, texts, pictures, strict=True)
+        ]
+
+    def _plain(self, message: Message, where: str) -> dict[str, Any]:
+        """The message as templates know it; what its text merely spells is no control token."""
+        if all(isinstance(part, str) for part in message.parts):
+            return {"role": message.role, "content": self._cut("".join(map(str, message.parts)), where)}
+        parts = [
+            {"type": "text", "text": self._cut(part, where)} if isinstance(part, str) else {"type": "image"}
+            for part in message.parts
+        ]
+        return {"role": message.role, "content": parts}
+
+    def _cut(self, text: str, where: str) -> str:
+        cut = self._cuts.sub(_CUT, text.replace(_CUT, ""))
+        control = set(self._special.values())
+        if not control.isdisjoint(self._encode(cut)):
+            raise DataError(
+                where,
+                found="ordinary text that becomes a control token",
+                expected="text that the tokenizer takes for text",
+                remedy="remove the token's text from the message",
+            )
+        return cut
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids of marked text: control tokens are those that no cut goes through."""
+        return [
+            token for piece in text.split(_CUT) for token in self._tokenizer.encode(piece, add_special_tokens=False).ids
+        ]
+
+    def _with_pictures(self, where: str, tokens: list[int], pictures: list[PlacedPicture]) -> Document:
+        """One placeholder a picture becomes as many as it has features."""
+        if not pictures:
+            return _document(where, tokens)
+        found = tokens.count(self._image_token) if self._image_token is not None else 0
+        if found != len(pictures):
+            raise DataError(
+                where,
+                found=f"{found} image tokens for {len(pictures)} pictures in what the chat template writes",
+                expected="one for each picture",
+                remedy="use the template and config.json of this model's release",
+            )
+        longer: list[int] = []
+        is_feature: list[bool] = []
+        rest = iter(pictures)
+        for token in tokens:
+            is_picture = token == self._image_token
+            taken = next(rest).tokens(token, self._newline_token, where) if is_picture else [token]
+            longer += taken
+            is_feature += [is_picture] * len(taken)
+        empty = _document(where, longer)
+        return dataclasses.replace(empty, is_feature=np.array(is_feature), pictures=tuple(pictures))
+
+    def text(self, text: str) -> Document:
+        # As transformers does: markup in a text to be continued is markup.
+        begins = self._settings.get("add_bos_token")
+        tokens = self._tokenizer.encode(text, add_special_tokens=begins is not False).ids
+        bos = self._id_of("bos_token")
+        if begins and bos is not None and tokens[:1] != [bos]:
+            tokens = [bos, *tokens]
+        return _document("the text", tokens)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _questions(sample: Sample) -> tuple[Message, ...]:
+    """The messages without a last answer."""
+    messages = sample.messages
+    while messages and messages[-1].role == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise DataError(
+            sample.where, found="no question", expected="a message of the user", remedy="add one, or remove the record"
+        )
+    return messages
+
+
+def _document(where: str, tokens: Sequence[int] | np.ndarray, pictured: Document | None = None) -> Document:
+    length = len(tokens)
+    if not length:
+        raise DataError(where, found="no token", expected="a prompt of at least one token", remedy="write a prompt")
+    return Document(
+        where=where,
+        tokens=np.asarray(tokens, np.int32),
+        is_supervised=np.zeros(length, bool),
+        is_feature=np.zeros(length, bool) if pictured is None else pictured.is_feature[:length],
+        pictures=() if pictured is None else pictured.pictures,
+        answer_start=length,
+    )
+
+
+def read_conversations(path: Path) -> list[Sample]:
+    """The conversations of a JSONL, one a line; picture paths are relative to its folder, and stay inside it.
+
+    Raises:
+      DataError: the file or a record cannot be used.
+    """
+    samples = []
+    try:
+        with open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b""), 1):
+                where = f"{path}, line {number}"
+                if len(line) > MAX_RECORD_BYTES:
+                    raise DataError(
+                        where,
+                        found=f"more than {MAX_RECORD_BYTES:,} bytes",
+                        expected="one conversation a line",
+                        remedy="check for missing line ends",
+                    )
+                if not line.isspace():
+                    samples.append(_conversation(line, where, path.parent))
+    except OSError as error:
+        raise DataError(
+            str(path), found=reason(error), expected="a JSONL of conversations", remedy="check the path"
+        ) from error
+    if not samples:
+        raise DataError(str(path), found="no record", expected="one conversation a line", remedy="check the file")
+    return samples
+
+
+def _conversation(line: bytes, where: str, root: Path) -> Sample:
+    reader = RecordReader(where, lambda image: ImageFile(where=where, root=root, path=image))
+    return reader.read(decode_record(line, where), needs_answer=False)
+
+
+def bucket(size: int, smallest: int = 16) -> int:
+    """The least power of two that holds `size`, so that few sizes are ever compiled; 0 stays 0."""
+    return max(smallest, 1 << (size - 1).bit_length()) if size else 0
+
+
+def prompt_batch(
+    documents: Sequence[Document], rows: int, data: DataConfig, vision: VisionConfig, pad_token_id: int
+) -> Batch:
+    """One row a prompt, and rows of padding up to `rows`; positions and patches have room for a power of two."""
+    sizes = dataclasses.replace(
+        data,
+        rows=rows,
+        row_tokens=bucket(max(len(document.tokens) for document in documents)),
+        row_patches=bucket(max(document.num_patches for document in documents)),
+        images="keep",
+    )
+    filled = [[(document, read_patches(document, sizes, vision))] for document in documents]
+    return fill(filled, sizes, vision, pad_token_id)
