@@ -9,9 +9,17 @@ import numpy as np
 class Batch(NamedTuple):
     """B packed rows of S positions and P image patches. NumPy arrays from the loader, JAX arrays inside the step.
 
-    Documents of a row are numbered 1, 2, ... and so are its images; 0 is padding. Four consecutive patches are one 2x2
-    merge group ((0, 0), (0, 1), (1, 0), (1, 1)), groups row-major within an image, images in the order of their
-    placeholders; so the features of a row (merged patches) are numbered in the order of its placeholder tokens.
+    Documents of a row are numbered 1, 2, ... and so are its images; 0 is padding. Images stand in the order of their
+    placeholders. What a patch and a feature are depends on the tower:
+
+    moonvit, qwen3_vl   four consecutive patches are one 2x2 group ((0, 0), (0, 1), (1, 0), (1, 1)), groups row-major
+                        within an image, and give one feature: that of the group's number
+    clip                an image (or tile) is a slot for its class token, at (0, -1, -1), then its patches row by row;
+                        slot p gives feature p, and feature P is the learned newline
+    fuyu                patches row by row; patch p gives feature p
+
+    Pixels are normalised as the tower's processor does, a patch flattened to [C, p, p]; of qwen3_vl to
+    [C, frames, p, p], of fuyu to [p, p, C].
     """
 
     tokens: Any
@@ -27,15 +35,15 @@ class Batch(NamedTuple):
     feature_index: Any
     """[B, S] int32: feature of the row that stands in place of this token's embedding; -1 none."""
     patches: Any
-    """[B, P, C*p*p] float32 in [-1, 1], flattened channel first ([C, p, p])."""
+    """[B, P, values of a patch] float32."""
     patch_segment_ids: Any
-    """[B, P] int32: the image of each patch."""
+    """[B, P] int32: the image (or tile) of each patch."""
     patch_position: Any
     """[B, P, 3] int32: frame, row and column within the image, in patches."""
     patch_grid: Any
     """[B, P, 3] int32: frames, rows and columns of the image; ones in padding, so that dividing by it is safe."""
     patch_feature: Any
-    """[B, P/4] int32: feature that each merge group gives; -1 in padding."""
+    """[B, P/4] int32: feature that each 2x2 group gives; -1 in padding, and where patches are not merged."""
 
 
 def digest(batch: Batch) -> str:

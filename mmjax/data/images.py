@@ -5,21 +5,25 @@ normalise to (x / 255 - 0.5) / 0.5. Pixels are taken as stored (no EXIF rotation
 """
 
 import functools
+import io
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO, Literal
 
 import numpy as np
 import PIL.Image
 
-from mmjax.data.files import open_regular, reason
-from mmjax.data.sources.conversation import ImageFile, Picture
+from mmjax.data.files import LostFileError, open_regular, reason
+from mmjax.data.sources.conversation import ImageContent, ImageFile, Picture
 from mmjax.errors import DataError
 
 # Formats that are pictures and nothing else: EPS and SVG are programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MAX_SIDE_PATCHES = 512
+MAX_VIDEO_PIXELS = 500_000_000
+"""Of all frames of a video together."""
 # Pillow's own limit raises from inside `open`, without our message; ours is tested before any decoding.
 PIL.Image.MAX_IMAGE_PIXELS = None
 
@@ -28,7 +32,7 @@ def read_size(picture: Picture, max_pixels: int) -> tuple[int, int]:
     """(width, height) of a picture; of a file, its header alone is read."""
     if isinstance(picture, np.ndarray):
         return picture.shape[1], picture.shape[0]
-    with _opened(picture, max_pixels) as image:
+    with opened(picture, max_pixels) as image:
         return image.size
 
 
@@ -38,7 +42,7 @@ def read_pixels(picture: Picture, *, max_pixels: int, channels: int) -> np.ndarr
     if isinstance(picture, np.ndarray):
         pixels = np.asarray(PIL.Image.fromarray(picture).convert(mode)) if picture.ndim == 3 else picture
     else:
-        with _opened(picture, max_pixels) as image:
+        with opened(picture, max_pixels) as image:
             pixels = np.asarray(_flattened(image).convert(mode))
     return pixels if pixels.ndim == 3 else np.repeat(pixels[:, :, None], channels, axis=2)
 
@@ -76,12 +80,14 @@ def grid(width: int, height: int, *, patch_pixels: int) -> tuple[int, int]:
     return 2 * math.ceil(height / (2 * patch_pixels)), 2 * math.ceil(width / (2 * patch_pixels))
 
 
-def resize(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """`pixels` [height, width, channels] at another (width, height), bicubic with antialiasing."""
+def resize(
+    pixels: np.ndarray, size: tuple[int, int], kernel: PIL.Image.Resampling = PIL.Image.Resampling.BICUBIC
+) -> np.ndarray:
+    """`pixels` [height, width, channels] at another (width, height), with antialiasing."""
     if (pixels.shape[1], pixels.shape[0]) == size:
         return pixels
     image = PIL.Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-    return np.asarray(image.resize(size, PIL.Image.Resampling.BICUBIC)).reshape(size[1], size[0], -1)
+    return np.asarray(image.resize(size, kernel)).reshape(size[1], size[0], -1)
 
 
 def to_patches(pixels: np.ndarray, patch_pixels: int) -> np.ndarray:
@@ -103,12 +109,14 @@ def patch_positions(rows: int, columns: int) -> np.ndarray:
 
 
 @contextmanager
-def _opened(file: ImageFile, max_pixels: int) -> Iterator[PIL.Image.Image]:
+def opened(
+    file: ImageFile | ImageContent, max_pixels: int, *, kind: Literal["image", "video"] = "image"
+) -> Iterator[PIL.Image.Image]:
     """The image, header read. All that goes wrong until the block ends becomes a DataError that names the file."""
-    where = f"{file.where}, image {file.path!r}"
-    path = _confined(file, where)
+    where = f"{file.where}, {kind} {file.path!r}"
+    path = confined(file, where) if isinstance(file, ImageFile) else None
     try:
-        with open_regular(path) as stream, PIL.Image.open(stream, formats=FORMATS) as image:
+        with _stream(file, path) as stream, PIL.Image.open(stream, formats=FORMATS) as image:
             if image.width * image.height > max_pixels:
                 raise _refusal(
                     where,
@@ -129,7 +137,11 @@ def _opened(file: ImageFile, max_pixels: int) -> Iterator[PIL.Image.Image]:
         raise _refusal(where, f"a damaged picture ({error})", "a whole picture", "replace the file") from error
 
 
-def _confined(file: ImageFile, where: str) -> Path:
+def _stream(file: ImageFile | ImageContent, path: Path | None) -> BinaryIO:
+    return io.BytesIO(file.read()) if isinstance(file, ImageContent) else open_regular(path or Path())
+
+
+def confined(file: ImageFile, where: str) -> Path:
     """The real path of the file, proven to lie in its root."""
     expected = f"a path inside {file.root}"
     if "://" in file.path or file.path.startswith("data:"):
@@ -143,7 +155,12 @@ def _confined(file: ImageFile, where: str) -> Path:
             "set data.media_root and use relative paths",
         )
     try:
-        root, path = file.root.resolve(strict=True), (file.root / written).resolve(strict=True)
+        root = file.root.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        found, remedy = f"no such folder ({error})", "check data.media_root, or see data.lost_source"
+        raise LostFileError(str(file.root), found=found, expected="the folder of pictures", remedy=remedy) from error
+    try:
+        path = (root / written).resolve(strict=True)
     except (OSError, RuntimeError) as error:
         raise _refusal(where, f"no such file ({error})", expected, "check the path and data.media_root") from error
     if not path.is_relative_to(root):

@@ -6,6 +6,8 @@ A message is written as
 
 where the header is one token of the bytes tokenizer, and the role's name and a line break ("user\\n") with a
 `tokenizer.json`: a header stands only after an end token, so the same words inside a message are nothing but words.
+With `data.start_token` this token stands before the role, and a line break between messages: ChatML, if the tokens are
+"<|im_start|>" and "<|im_end|>".
 A picture is one image token for each merged patch.
 """
 
@@ -30,6 +32,8 @@ class Tokenizer(Protocol):
     pad_token_id: int
     """Fills unused positions; which positions are unused is told by segment ids, never by this id."""
     image_token_id: int
+    newline_token_id: int | None
+    """Ends each row of a picture's patches, for towers that want one."""
     end_token_id: int
     digest: str
 
@@ -37,8 +41,8 @@ class Tokenizer(Protocol):
         """Ids of the text; whatever it spells, none of them is a control token."""
         ...
 
-    def header(self, role: Role) -> list[int]:
-        """Ids that open a message."""
+    def header(self, role: Role, *, is_first: bool = True) -> list[int]:
+        """Ids that open a message, the first of a conversation or a later one."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -52,7 +56,13 @@ def open_tokenizer(data: DataConfig) -> Tokenizer:
         case "bytes":
             return ByteTokenizer()
         case path:
-            return FileTokenizer(Path(path), image_token=data.image_token, end_token=data.end_token)
+            return FileTokenizer(
+                Path(path),
+                image_token=data.image_token,
+                end_token=data.end_token,
+                newline_token=data.newline_token,
+                start_token=data.start_token,
+            )
 
 
 class ByteTokenizer:
@@ -60,6 +70,7 @@ class ByteTokenizer:
 
     pad_token_id = 256
     image_token_id = 260
+    newline_token_id: int | None = ord("\n")
     end_token_id = 261
     vocabulary_size = 262
     digest = "bytes, version 1"
@@ -67,7 +78,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def header(self, role: Role) -> list[int]:
+    def header(self, role: Role, *, is_first: bool = True) -> list[int]:
         return [257 + ROLES.index(role)]
 
     def decode(self, ids: list[int]) -> str:
@@ -77,45 +88,38 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json` of the tokenizers library."""
 
-    def __init__(self, path: Path, *, image_token: str, end_token: str):
-        try:
-            with open_regular(path) as file:
-                content = file.read()
-        except OSError as error:
-            raise _refusal(path, f"no readable file ({reason(error)})", "check the path in data.tokenizer") from error
-        try:
-            # The library raises plain Exception for all that is wrong with a file.
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:
-            remedy = "download the file again"
-            if content.startswith(b"version https://git-lfs"):
-                remedy = "it is a git-lfs pointer: run git lfs pull"
-            elif content.lstrip()[:1] == b"<":
-                remedy = "it is an HTML page: the download failed"
-            raise _refusal(path, f"{len(content):,} bytes that do not parse ({error})", remedy) from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+    def __init__(self, path: Path, *, image_token: str, end_token: str, newline_token: str = "", start_token: str = ""):
+        self._tokenizer, content = read_tokenizer(path)
         # Special tokens spelt in a text are then split like any other text.
         self._tokenizer.encode_special_tokens = True
         added = {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
-        for setting, token in (("image_token", image_token), ("end_token", end_token)):
+        given = {"image_token": image_token, "end_token": end_token, "start_token": start_token}
+        control = {setting: token for setting, token in given.items() if token or setting == "end_token"}
+        for setting, token in control.items():
             if token not in added or len(token) < 2:
                 raise _refusal(
                     path,
                     f"no added token {token!r}, the value of data.{setting}",
                     f"set data.{setting} to one of: {', '.join(sorted(added)[:20]) or '(the file has none)'}",
                 )
-        if image_token == end_token:
-            raise _refusal(path, f"{image_token!r} as image and as end token", "set two different tokens")
-        self.image_token_id, self.end_token_id = added[image_token], added[end_token]
+        if len(set(control.values())) < len(control):
+            raise _refusal(path, f"one token for several of {', '.join(control)}", "set different tokens")
+        self.end_token_id = added[end_token]
+        # Without a token for pictures there are none: a place that no text can take.
+        self.image_token_id = added[image_token] if image_token else -1
+        self.newline_token_id = self._tokenizer.token_to_id(newline_token) if newline_token else None
+        if newline_token and self.newline_token_id is None:
+            remedy = "set data.newline_token to a token of the file"
+            raise _refusal(path, f"no token {newline_token!r}, the value of data.newline_token", remedy)
+        self._start_token_id = added[start_token] if start_token else None
         self.pad_token_id = self.end_token_id
         self.vocabulary_size = 1 + max(self._tokenizer.get_vocab().values())
-        self.digest = hashlib.sha256(content + f"{image_token}\n{end_token}".encode()).hexdigest()
+        self.digest = hashlib.sha256(content + "\n".join(given.values()).encode()).hexdigest()
         self._path = path
-        self._control = {self.image_token_id, self.end_token_id}
+        self._control = {added[token] for token in control.values()}
         # Between the first character of a control token and its rest.
         self._cuts = re.compile(
-            "|".join(f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in (image_token, end_token))
+            "|".join(f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in control.values())
         )
 
     def encode(self, text: str) -> list[int]:
@@ -134,11 +138,40 @@ class FileTokenizer:
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def header(self, role: Role) -> list[int]:
-        return self.encode(f"{role}\n")
+    def header(self, role: Role, *, is_first: bool = True) -> list[int]:
+        opening = self.encode(f"{role}\n")
+        if self._start_token_id is None:
+            return opening
+        return [*([] if is_first else self.encode("\n")), self._start_token_id, *opening]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode([token for token in ids if token not in self._control], skip_special_tokens=True)
+
+
+def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, bytes]:
+    """A `tokenizer.json`, which neither cuts nor pads, and its bytes.
+
+    Raises:
+      DataError: it cannot be used.
+    """
+    try:
+        with open_regular(path) as file:
+            content = file.read()
+    except OSError as error:
+        raise _refusal(path, f"no readable file ({reason(error)})", "check the path in data.tokenizer") from error
+    try:
+        # The library raises plain Exception for all that is wrong with a file.
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:
+        remedy = "download the file again"
+        if content.startswith(b"version https://git-lfs"):
+            remedy = "it is a git-lfs pointer: run git lfs pull"
+        elif content.lstrip()[:1] == b"<":
+            remedy = "it is an HTML page: the download failed"
+        raise _refusal(path, f"{len(content):,} bytes that do not parse ({error})", remedy) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer, content
 
 
 def _refusal(path: Path, found: str, remedy: str) -> DataError:

@@ -1,6 +1,6 @@
 """What a source gives: conversations made of text and pictures."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -23,9 +23,33 @@ class ImageFile:
     """As the record writes it, relative to `root`."""
 
 
-Picture = np.ndarray | ImageFile
-"""uint8 [height, width] or [height, width, 3], or a file."""
-Part = str | Picture
+@dataclass(frozen=True, kw_only=True)
+class ImageContent:
+    """A picture inside a record or an archive, not decoded yet."""
+
+    where: str
+    """The record that holds it, for messages."""
+    path: str
+    """Its name there."""
+    read: Callable[[], bytes]
+    """The encoded bytes. Raises OSError where the file that holds them fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoFile:
+    """A video in a file that nobody has opened yet."""
+
+    where: str
+    """The record that names it, for messages."""
+    root: Path
+    """Folder that it must lie in."""
+    path: str
+    """As the record writes it, relative to `root`."""
+
+
+Picture = np.ndarray | ImageFile | ImageContent
+"""uint8 [height, width] or [height, width, 3], or something to decode."""
+Part = str | Picture | VideoFile
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +78,7 @@ class Sample:
 
     @property
     def pictures(self) -> Iterator[Picture]:
-        return (part for message in self.messages for part in message.parts if not isinstance(part, str))
+        return (part for message in self.messages for part in message.parts if not isinstance(part, str | VideoFile))
 
 
 class Source(Protocol):

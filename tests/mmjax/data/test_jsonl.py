@@ -6,14 +6,20 @@ from pathlib import Path
 import pytest
 
 from mmjax.config import DataConfig
+from mmjax.data.index_cache import IndexCache
 from mmjax.data.sources import jsonl
 from mmjax.data.sources.conversation import ImageFile
-from mmjax.data.sources.open_source import open_source
+from mmjax.data.sources.mixture import Mixture
+from mmjax.data.sources.open_source import Split, open_sources
 from mmjax.errors import ConfigurationError, DataError
 
 ASK = {"role": "user", "content": "why?"}
 ANSWER = {"role": "assistant", "content": "so."}
 GOOD = {"messages": [ASK, ANSWER]}
+
+
+def open_source(data: DataConfig, seed: int, split: Split) -> Mixture:
+    return open_sources(data, seed, split, IndexCache(), {})
 
 
 def messages(*turns):
@@ -59,7 +65,7 @@ def test_a_bad_line_is_an_error_that_names_file_and_line(kind, write_records, tm
     # UTF-16 holds line ends of its own: it stands last.
     path = write_records(GOOD, b"", raw)
     before = hashlib.sha256(Path(path).read_bytes()).digest()
-    source = jsonl.ConversationFile(Path(path), tmp_path)
+    source = jsonl.ConversationFile(Path(path), tmp_path, IndexCache())
     assert source[0].messages[1].text == "so."
     with pytest.raises(DataError) as caught:
         source[1]
@@ -70,7 +76,7 @@ def test_a_bad_line_is_an_error_that_names_file_and_line(kind, write_records, tm
 
 def test_a_line_over_the_size_limit_is_refused_without_reading_it(write_records, tmp_path, monkeypatch):
     monkeypatch.setattr(jsonl, "MAX_RECORD_BYTES", 200)
-    source = jsonl.ConversationFile(Path(write_records(GOOD, b"x" * 1000, GOOD)), tmp_path)
+    source = jsonl.ConversationFile(Path(write_records(GOOD, b"x" * 1000, GOOD)), tmp_path, IndexCache())
     assert len(source) == 3 and source[2].where.endswith("line 3")
     with pytest.raises(DataError, match="line 2: found 1,001 bytes"):
         source[1]
@@ -86,7 +92,7 @@ def test_a_source_that_is_no_file_with_records_is_refused(tmp_path):
 
 
 def test_a_file_that_changes_during_the_run_is_refused(write_records, tmp_path):
-    source = jsonl.ConversationFile(Path(write_records(GOOD)), tmp_path)
+    source = jsonl.ConversationFile(Path(write_records(GOOD)), tmp_path, IndexCache())
     write_records(GOOD, GOOD)
     with pytest.raises(DataError, match="changed since the run started"):
         source[0]
@@ -104,7 +110,7 @@ def test_records_are_read_in_any_order_and_both_styles_mean_the_same(write_recor
     listed = messages({"role": "user", "content": [*parts, {"type": "text", "text": "b"}]}, ANSWER)
     column = {**messages({"role": "user", "content": [image, {"type": "text", "text": "<image>"}]}, ANSWER)}
     lines = [json.dumps(marked).encode() + b"\r", b"  ", json.dumps(listed).encode(), {**column, "images": ["3.png"]}]
-    source = jsonl.ConversationFile(Path(write_records(*lines)), tmp_path)
+    source = jsonl.ConversationFile(Path(write_records(*lines)), tmp_path, IndexCache())
 
     def shape(number):
         return [part.path if isinstance(part, ImageFile) else part for part in source[number].messages[0].parts if part]
@@ -115,5 +121,7 @@ def test_records_are_read_in_any_order_and_both_styles_mean_the_same(write_recor
 
 
 def test_an_answer_of_weight_0_is_not_supervised(write_records, tmp_path):
-    source = jsonl.ConversationFile(Path(write_records(messages(ASK, {**ANSWER, "weight": 0}, ASK, ANSWER))), tmp_path)
+    source = jsonl.ConversationFile(
+        Path(write_records(messages(ASK, {**ANSWER, "weight": 0}, ASK, ANSWER))), tmp_path, IndexCache()
+    )
     assert [message.is_supervised for message in source[0].messages] == [False, False, False, True]

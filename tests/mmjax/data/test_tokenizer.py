@@ -65,6 +65,18 @@ def test_text_survives_the_round_trip_and_control_tokens_vanish(make, tmp_path):
     assert len(set(headers)) == 3
 
 
+def test_with_a_start_token_a_conversation_is_written_as_chatml(tmp_path):
+    byte_level(special=True).save(str(tmp_path / "tokenizer.json"))
+    file = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json", image_token="", end_token=END, start_token="<|other|>")
+    turns = (("system", "Be kind."), ("user", "Hello"), ("assistant", "Hello you"))
+    ids: list[int] = []
+    for role, text in turns:
+        ids += [*tokenizer.header(role, is_first=not ids), *tokenizer.encode(text), tokenizer.end_token_id]
+    assert ids == file.encode("\n".join(f"<|other|>{role}\n{text}{END}" for role, text in turns)).ids
+    assert file.token_to_id("<|other|>") not in tokenizer.encode("<|other|>")
+
+
 def test_the_bytes_tokenizer_has_one_id_for_each_role_and_stays_below_320():
     tokenizer = ByteTokenizer()
     ids = [tokenizer.pad_token_id, tokenizer.image_token_id, tokenizer.end_token_id]
