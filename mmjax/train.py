@@ -4,8 +4,10 @@ import argparse
 import dataclasses
 import difflib
 import importlib
+import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -30,6 +32,7 @@ from mmjax.config import (
     to_yaml,
 )
 from mmjax.errors import ConfigurationError, MmjaxError
+from mmjax.parallel.launch import LaunchOptions, Placement, resolve
 
 # Ctrl-C before the first step, or a second one after it; the first one saves and ends with errors.EXIT_INTERRUPTED.
 EXIT_STOPPED_AT_ONCE = 130
@@ -37,11 +40,13 @@ EXIT_STOPPED_AT_ONCE = 130
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Train a model. The same run folder again goes on from its latest complete checkpoint.
+    """Train a model, or adapters on it. The same run folder again goes on from its latest complete checkpoint.
 
-    Settings come from the defaults, an experiment or a file, then from the options below.
+    Settings come from the defaults, an experiment or a file, then from the model of `--weights`, then from the options
+    below.
 
     python -m mmjax.train --experiment digits_cpu --mesh fsdp=2,expert=2 --optimizer.learning-rate 1e-3
+    python -m mmjax.train --weights CONVERTED --lora.rank 16 --lora.targets q_proj v_proj
     """
 
     experiment: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
@@ -52,6 +57,7 @@ class Command:
     """4x2x16 is pipe x tensor x expert; fsdp=2,expert=64 names axes; one axis may be -1: the devices that are left."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print what each device would hold and stop; needs no device of the mesh."""
+    launch: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
     settings: Annotated[RunConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff] = dataclasses.field(
         default_factory=RunConfig
     )
@@ -61,15 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. What a person can mend is one message, never a traceback."""
     try:
         command = read_command(sys.argv[1:] if arguments is None else arguments)
-        return show_plan(command.settings) if command.dry_run else train(command.settings)
-    except ConfigurationFaults as error:
-        _print_faults(error)
-        return error.exit_code
+        return show_plan(command.settings) if command.dry_run else train(command.settings, command.launch)
     except MmjaxError as error:
-        lines = {"found": error.found, "expected": error.expected, "to do": error.remedy}
-        print(
-            f"error: {error.where}", *(f"  {name:9} {text}" for name, text in lines.items()), sep="\n", file=sys.stderr
-        )
+        _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped at once; the same command goes on from the latest checkpoint, if any", file=sys.stderr)
@@ -77,10 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_command(arguments: Sequence[str]) -> Command:
-    """The command line with its settings resolved: defaults, experiment or file, options, `--mesh`, in this order."""
+    """The command line with its settings resolved.
+
+    In this order: defaults, experiment or file, the model of `--weights`, options, `--mesh`.
+    """
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scan.add_argument("--experiment", nargs="?", default="")
     scan.add_argument("--config", nargs="?", default="")
+    scan.add_argument("--weights", nargs="?", default="")
     start, _ = scan.parse_known_args(arguments)
     if start.experiment and start.config:
         raise ConfigurationError(
@@ -91,6 +95,13 @@ def read_command(arguments: Sequence[str]) -> Command:
         settings = find_experiment(start.experiment)
     elif start.config:
         settings = saved.load(start.config)
+    # An experiment names weights and leaves their model to them; a saved configuration holds its model whole.
+    if weights := start.weights or (start.experiment and settings.weights):
+        from mmjax.checkpoint.weights import read_model
+
+        # What is computed again in the backward pass is a matter of the run.
+        model = dataclasses.replace(read_model(weights), remat=settings.model.remat)
+        settings = dataclasses.replace(settings, model=model)
     command = tyro.cli(Command, default=Command(settings=settings), args=arguments, prog="python -m mmjax.train")
     if command.mesh:
         mesh = dataclasses.replace(command.settings, mesh=parse_mesh(command.mesh))
@@ -114,12 +125,31 @@ def find_experiment(name: str) -> RunConfig:
     return importlib.import_module(f"experiments.{name}").run()
 
 
-def train(config: RunConfig) -> int:
-    """Check, print and save the settings, then train."""
+def train(config: RunConfig, launch: LaunchOptions) -> int:
+    """Connect the processes of the run, check and print the settings, then train."""
+    placement = resolve(launch, os.environ)
+    if placement is None:
+        return _train(config, is_first=True)
+    _print_placement(placement)
+    from mmjax.parallel import processes
+
+    processes.start(placement, to_yaml(config), launch.start_timeout_seconds)
+    try:
+        return _train(config, is_first=placement.process_index == 0)
+    except MmjaxError as error:
+        _print_error(error)
+        processes.leave_at_once(error.exit_code)
+    except BaseException:
+        traceback.print_exc()
+        processes.leave_at_once(1)
+    raise AssertionError("a process that failed goes on")
+
+
+def _train(config: RunConfig, *, is_first: bool) -> int:
     config = settle_mesh(config)
     _print_mesh(config.mesh)
-    print(to_yaml(config))
-    print(f"settings saved to {saved.save(config)}")
+    if is_first:
+        print(to_yaml(config))
     _allow_float64(config)
 
     from mmjax.parallel.mesh import make_mesh
@@ -204,6 +234,20 @@ def _print_mesh(mesh: MeshConfig) -> None:
     for axis, size in mesh.sizes.items():
         if size != 1:
             print(f"  {axis:8}{size:4}  {MESH_AXIS_PURPOSES[axis]}")
+
+
+def _print_placement(placement: Placement) -> None:
+    print(f"process {placement.process_index} of {placement.num_processes}, coordinator {placement.coordinator}")
+    for value, origin in placement.origins.items():
+        print(f"  {value:14} from {origin}")
+
+
+def _print_error(error: MmjaxError) -> None:
+    if isinstance(error, ConfigurationFaults):
+        _print_faults(error)
+        return
+    lines = {"found": error.found, "expected": error.expected, "to do": error.remedy}
+    print(f"error: {error.where}", *(f"  {name:9} {text}" for name, text in lines.items()), sep="\n", file=sys.stderr)
 
 
 def _print_faults(error: ConfigurationFaults) -> None:

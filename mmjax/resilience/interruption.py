@@ -13,16 +13,18 @@ _MESSAGE = b"\nasked to stop: finishing the step, then saving (ask again to stop
 class Interruption:
     """While entered, the first signal sets `is_requested`; a second one raises KeyboardInterrupt.
 
-    Outside the main thread, where Python allows no handlers, signals keep their meaning.
+    Outside the main thread, where Python allows no handlers, signals keep their meaning. `handles_sigterm=False` leaves
+    SIGTERM alone: where several processes must stop at the same step, JAX handles it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, handles_sigterm: bool = True) -> None:
         self.is_requested = False
+        self._signals = _SIGNALS if handles_sigterm else (signal.SIGINT,)
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._request) for number in _SIGNALS}
+            self._previous = {number: signal.signal(number, self._request) for number in self._signals}
         return self
 
     def __exit__(self, *_: object) -> None:

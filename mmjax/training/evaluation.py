@@ -1,5 +1,6 @@
 """Held-out exact match: answers generated greedily for packed rows, compared with the references."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -7,26 +8,26 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from mmjax.axes import TENSOR
+from mmjax.checkpoint.adapters import define_run
 from mmjax.config import RunConfig
 from mmjax.data.batch import Batch
 from mmjax.data.evaluation import EvaluationAnswer
 from mmjax.data.loader import Loader
-from mmjax.models.layers import use
-from mmjax.models.multimodal import Arrays, define
-from mmjax.parallel.sharding import spec, variable_spec
-from mmjax.training.step import TrainState, batch_specs, place_batch
+from mmjax.models.multimodal import Arrays
+from mmjax.parallel.processes import compile_together, whole
+from mmjax.parallel.sharding import spec
+from mmjax.training.step import TrainState, batch_specs, place_batch, specs_of
 from pallas_kernels.cross_entropy.api import greedy_tokens
 
 
 def make_predict(config: RunConfig, mesh: Mesh):
-    """Jitted `(parameters, router_biases, batch) -> [B, S] int32`: the likeliest next token at every position."""
-    definition = define(config.model)
-    parameter_specs = {path: variable_spec(v, v.get_value().ndim) for path, v in definition.parameters.items()}
+    """Jitted `(parameters, router_biases, frozen, batch) -> [B, S] int32`: the likeliest next token everywhere."""
+    definition = define_run(config)
 
-    def on_device(parameters: Arrays, router_biases: Arrays, batch: Batch) -> jax.Array:
-        model = definition.assemble(parameters, router_biases)
+    def on_device(parameters: Arrays, router_biases: Arrays, frozen: Arrays, batch: Batch) -> jax.Array:
+        model = definition.assemble(parameters, router_biases, frozen)
         hidden, _ = model(batch)
-        head = use(model.decoder.head, hidden.dtype)
+        head = model.decoder.head_weights(hidden.dtype)
         tokens = greedy_tokens(
             hidden.reshape(-1, hidden.shape[-1]),
             head,
@@ -39,7 +40,7 @@ def make_predict(config: RunConfig, mesh: Mesh):
         jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(parameter_specs, PartitionSpec(), batch_specs()),
+            in_specs=(specs_of(definition.parameters), PartitionSpec(), specs_of(definition.frozen), batch_specs()),
             out_specs=spec("batch", "position"),
             check_vma=True,
         )
@@ -75,7 +76,8 @@ class Evaluator:
     """Generates the held-out answers of a loader; its program is compiled once."""
 
     def __init__(self, config: RunConfig, loader: Loader, mesh: Mesh):
-        self._predict = make_predict(config, mesh)
+        self._predict: Callable[..., jax.Array] = make_predict(config, mesh)
+        self._is_compiled = False
         self._mesh = mesh
         self._tokenizer = loader.tokenizer
         self._batches = loader.evaluation()
@@ -106,7 +108,11 @@ class Evaluator:
         tokens = np.where(is_answer, self._tokenizer.pad_token_id, batch.tokens).astype(np.int32)
         for _ in range(max(asked.budget for asked in answers)):
             placed = place_batch(batch._replace(tokens=tokens), self._mesh)
-            predicted = np.asarray(self._predict(state.parameters, state.router_biases, placed))
+            inputs = (state.parameters, state.router_biases, state.frozen, placed)
+            if not self._is_compiled:
+                self._is_compiled = True
+                self._predict = compile_together(self._predict, *inputs)
+            predicted = whole(self._predict(*inputs))
             rewritten = np.where(is_answer, np.roll(predicted, 1, axis=1), tokens).astype(np.int32)
             if np.array_equal(rewritten, tokens):
                 break

@@ -3,28 +3,44 @@
 import contextlib
 import dataclasses
 import fcntl
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
+from mmjax.checkpoint.adapters import base_of, check_base, matched_projections
 from mmjax.checkpoint.store import Store
-from mmjax.config import RunConfig
+from mmjax.checkpoint.weights import RELEASED
+from mmjax.config import RunConfig, saved
 from mmjax.data.batch import Batch
 from mmjax.data.evaluation import majority_baseline
 from mmjax.data.loader import Loader, check_fingerprint
+from mmjax.data.microbatch import BufferPool, DeviceFeed
 from mmjax.data.sources.open_source import has_held_out
 from mmjax.errors import EXIT_INTERRUPTED, ConfigurationError, DataError, writing
+from mmjax.models.lora import matched_lines
 from mmjax.monitor.dashboard import AnsweredQuestion, write_sheet
 from mmjax.monitor.metrics import EVALUATIONS, METRICS, RunMonitor, memory_bytes, read_lines
+from mmjax.parallel.processes import check_same, is_stop_agreed, wait_for_all
+from mmjax.parallel.sharding import spec
 from mmjax.resilience.gradient_guard import GradientGuard
 from mmjax.resilience.interruption import Interruption
 from mmjax.training import dry_run
 from mmjax.training.evaluation import EvaluationResult, Evaluator
-from mmjax.training.step import TrainState, abstract_state, init_state, make_train_step, place_batch
+from mmjax.training.step import (
+    TrainState,
+    abstract_state,
+    init_state,
+    make_train_step,
+    place_batch,
+    saved_part,
+    with_base,
+)
 
 CHECKPOINTS = "checkpoints"
 SHEET = "answers.png"
@@ -44,13 +60,16 @@ def run(config: RunConfig, mesh: Mesh) -> int:
     run_dir, num_steps = Path(config.run_dir), config.training.steps
     with contextlib.ExitStack() as stack:
         stack.enter_context(sole_user(run_dir))
-        interruption = stack.enter_context(Interruption())
+        if jax.process_index() == 0:
+            print(f"settings saved to {saved.save(config)}")
+        interruption = stack.enter_context(Interruption(handles_sigterm=jax.process_count() == 1))
         compilations = stack.enter_context(CompilationCounter("train_step"))
         keep = {"keep_last": config.checkpoint.keep_last, "keep_best": config.checkpoint.keep_best}
         checkpoints = stack.enter_context(Store(run_dir / CHECKPOINTS, **keep))
         # All data is looked at before anything that takes long.
-        loader = Loader(config.data, config.model.vision, config.seed, "train")
+        loader = open_loader(config)
         check_vocabulary(config, loader)
+        check_same("data", json.dumps(loader.fingerprint(), sort_keys=True), "give all hosts the same files")
         evaluator = open_evaluator(config, mesh)
         abstract = abstract_state(config, mesh)
         state, progress = restore_or_begin(config, mesh, checkpoints, loader, abstract)
@@ -58,6 +77,8 @@ def run(config: RunConfig, mesh: Mesh) -> int:
             RunMonitor(run_dir, first_step=progress.steps, num_steps=num_steps, is_silent=jax.process_index() != 0)
         )
         monitor.say(f"resumed after step {progress.steps}" if progress.steps else "new run")
+        if config.lora.rank:
+            monitor.table("adapters", adapted(config))
         monitor.table("data", {name.replace("_", " "): f"{value:,.6g}" for name, value in loader.counters().items()})
         monitor.table("estimate", dict(dry_run.estimate(config, abstract).rows()))
         held_out = HeldOut(evaluator, run_dir, monitor)
@@ -69,21 +90,27 @@ def run(config: RunConfig, mesh: Mesh) -> int:
 
         data_failure: DataError | None = None
         if progress.steps < num_steps:
-            batches = loader.iterate(progress.steps)
-            batch = recorder.time_data(lambda: place_batch(next(batches), mesh))
-            step_program = compile_step(config, mesh, state, batch, recorder)
+            batches = feed(loader, progress.steps, mesh, config.data.rows)
+            batch = recorder.time_data(lambda: next(batches))
+            step_program = StepPrograms(config, mesh, recorder)
+            step_program.prepare(state, batch)
         recorder.restart_clock()
-        while progress.steps < num_steps and not interruption.is_requested and data_failure is None:
+        is_stopping = False
+        while progress.steps < num_steps and not is_stopping and data_failure is None:
             state, metrics = step_program(state, batch)
             progress.steps += 1
             # While the devices compute: the next batch, and the numbers of the step before.
             if progress.steps < num_steps:
                 try:
-                    batch = recorder.time_data(lambda: place_batch(next(batches), mesh))
+                    batch = recorder.time_data(lambda: next(batches))
                 except DataError as error:
+                    # Alone with it, a process could not save: it ends at once, and the others with it.
+                    if jax.process_count() > 1:
+                        raise
                     data_failure = error
             recorder.put(progress.steps, metrics)
             checkpoints.check()
+            is_stopping = interruption.is_requested or is_stop_agreed(progress.steps)
             is_save_due = is_due(progress.steps, config.checkpoint.every_steps)
             is_evaluation_due = is_due(progress.steps, config.training.eval_every_steps)
             if progress.steps < num_steps and (is_save_due or is_evaluation_due):
@@ -139,7 +166,15 @@ def sole_user(run_dir: Path) -> Iterator[None]:
 
 
 def check_vocabulary(config: RunConfig, loader: Loader) -> None:
-    """Refuse tokens that the embedding has no row for: they would pass for zeros, and train."""
+    """Refuse tokens that the embedding has no row for, and those that the weights do not know: both would train."""
+    released = Path(config.weights) / RELEASED / "tokenizer.json"
+    if config.weights and config.data.tokenizer == "bytes" and released.exists():
+        raise ConfigurationError(
+            "data.tokenizer",
+            found="bytes, for weights that were trained with another tokenizer",
+            expected=f"theirs: {released}",
+            remedy=f"give --data.tokenizer {released} with --data.start-token, --data.end-token and --data.image-token",
+        )
     needed = loader.tokenizer.vocabulary_size
     if needed > config.model.vocabulary_size:
         raise ConfigurationError(
@@ -169,12 +204,52 @@ def restore_or_begin(
     config: RunConfig, mesh: Mesh, checkpoints: Store, loader: Loader, abstract: TrainState
 ) -> tuple[TrainState, Progress]:
     """The state of the latest complete checkpoint, which must be of the same data; a fresh one where there is none."""
-    found = checkpoints.restore_latest(abstract)
+    found = checkpoints.restore_latest(saved_part(config, abstract))
     if found is None:
         return init_state(config, mesh), Progress()
     state, metadata = found
     check_fingerprint(metadata["data"], loader.fingerprint())
-    return state, Progress(**metadata["progress"])
+    loader.resume(metadata["data_position"])
+    if config.lora.rank:
+        check_base(config, metadata["base"])
+    return with_base(config, abstract, state), Progress(**metadata["progress"])
+
+
+def adapted(config: RunConfig) -> dict[str, str]:
+    """What gets adapters, by path, for printing."""
+    matched = matched_projections(config.model, config.lora, config.weights)
+    frozen = config.weights or f"random numbers of seed {config.seed}"
+    return {"frozen model": frozen} | dict(matched_lines(config.model, config.lora, matched))
+
+
+def open_loader(config: RunConfig) -> Loader:
+    """The training samples; their index, quarantine and lost sources stay in the run's folder."""
+    return Loader(
+        config.data,
+        config.model.vision,
+        config.seed,
+        "train",
+        model=config.model,
+        folder=Path(config.run_dir),
+        num_hosts=jax.process_count(),
+        host=jax.process_index(),
+    )
+
+
+def feed(loader: Loader, start_step: int, mesh: Mesh, num_rows: int) -> DeviceFeed:
+    """Batches on the devices, of which this process reads its own rows, in host memory that is used again."""
+    indices = NamedSharding(mesh, spec("batch")).addressable_devices_indices_map((num_rows,)).values()
+    rows = {row for index in indices if index for row in range(num_rows)[index[0]]}
+    is_shared = jax.default_backend() == "cpu"
+    pool = BufferPool()
+
+    def place(batch: Batch) -> Batch:
+        # The CPU back end would go on reading the host arrays, which the next batches are written into.
+        return place_batch(jax.tree.map(np.copy, batch) if is_shared else batch, mesh)
+
+    whole = len(rows) == num_rows
+    batches = loader.iterate(start_step, rows=None if whole else rows, pool=pool)
+    return DeviceFeed(batches, place, jax.block_until_ready, pool)
 
 
 class CompilationCounter:
@@ -284,12 +359,31 @@ class Recorder:
         }
 
 
+class StepPrograms:
+    """The compiled step for each shape of a batch: `data.patch_buckets` at most."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, recorder: Recorder):
+        self._config, self._mesh, self._recorder = config, mesh, recorder
+        self._programs: dict[tuple, Callable] = {}
+
+    def prepare(self, state: TrainState, batch: Batch) -> Callable:
+        """The program for such a batch, compiled when the first one comes."""
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+        if shapes not in self._programs:
+            self._programs[shapes] = compile_step(self._config, self._mesh, state, batch, self._recorder)
+        return self._programs[shapes]
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return self.prepare(state, batch)(state, batch)
+
+
 def compile_step(config: RunConfig, mesh: Mesh, state: TrainState, batch: Batch, recorder: Recorder) -> Callable:
     """The compiled step; a batch of another shape is an error, never a second compilation."""
     recorder.say("compiling the training step ...")
     begun = time.perf_counter()
     program = make_train_step(config, mesh).lower(state, batch).compile()
     recorder.compile_seconds = time.perf_counter() - begun
+    wait_for_all("compiled the training step")
     text = f"compiled in {recorder.compile_seconds:.1f} s"
     if memory := program.memory_analysis():
         needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -352,6 +446,7 @@ class Saver:
     def __init__(self, config: RunConfig, checkpoints: Store, loader: Loader, progress: Progress):
         self._config, self._checkpoints, self._loader, self._progress = config, checkpoints, loader, progress
         self._saved_step = progress.steps
+        self._base = base_of(config) if config.lora.rank else {}
 
     def save(self, state: TrainState, score: float | None = None) -> None:
         """Save the steps done, unless they are saved: a run that did nothing new has nothing to save."""
@@ -361,10 +456,13 @@ class Saver:
             "config": dataclasses.asdict(self._config),
             "mesh": self._config.mesh.sizes,
             "data": self._loader.fingerprint(),
+            "data_position": self._loader.position(self._progress.steps),
             "progress": dataclasses.asdict(self._progress),
             "exact_match": score,
         }
-        self._checkpoints.save(self._progress.steps, state, metadata, score=score)
+        if self._config.lora.rank:
+            metadata["base"] = self._base
+        self._checkpoints.save(self._progress.steps, saved_part(self._config, state), metadata, score=score)
         self._saved_step = self._progress.steps
 
 

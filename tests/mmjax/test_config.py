@@ -6,14 +6,18 @@ import math
 import pytest
 
 from mmjax.config import (
+    AudioConfig,
     ConfigurationFaults,
     DataConfig,
     FullAttentionConfig,
+    GroupedAttentionConfig,
     LinearAttentionConfig,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     MoeConfig,
     OptimizerConfig,
+    RotaryConfig,
     RouterConfig,
     RunConfig,
     TrainingConfig,
@@ -66,6 +70,17 @@ FAULTY = {
     "model.moe.capacity_factor": with_moe(capacity_factor=float("inf")),
     "model.vision.head_width": with_model(vision=VisionConfig(head_width=6)),
     "model.vision.channels": with_model(vision=VisionConfig(channels=4)),
+    "model.vision.feature_depths": with_model(vision=VisionConfig(kind="clip", feature_depths=(3,))),
+    "model.vision.tilings": REPLACE(
+        with_model(vision=VisionConfig(kind="clip", feature_depths=(1,), newline="learned", tilings=(1,))),
+        data=DataConfig(row_tokens=300),
+    ),
+    "model.vision.deep_layers": with_model(vision=VisionConfig(kind="qwen3_vl", deep_layers=(1, 0))),
+    "model.grouped_attention.rotary.sections": with_model(
+        full_attention_kind="grouped",
+        grouped_attention=GroupedAttentionConfig(rotary=RotaryConfig(width=16, sections=(4, 2, 2))),
+    ),
+    "model.audio.clip_frames": with_model(audio=AudioConfig(num_layers=1, clip_frames=14)),
     "model.vision.num_layers": with_model(vision=VisionConfig(num_layers=0)),
     "data.row_patches": RunConfig(data=DataConfig(row_patches=64)),
     "data.image_max_patches": RunConfig(data=DataConfig(image_max_patches=30)),
@@ -319,3 +334,25 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path):
         saved.load(tmp_path / "binary.yaml")
     with pytest.raises(CheckpointError, match="Not a directory"):
         saved.save(RunConfig(run_dir=str(tmp_path / "binary.yaml" / "run")))
+
+
+def test_adapter_settings_that_do_not_fit_are_faults():
+    def paths(config: RunConfig) -> list[str]:
+        return [fault.path for fault in check(config)]
+
+    packed = MoeConfig(expert_storage="mxfp4", expert_width=64)
+    lora = LoraConfig(rank=4, targets=("q_proj", r".*experts.*"))
+    config = with_moe(expert_storage="mxfp4", expert_width=64)
+    assert paths(config) == ["model.moe.expert_storage"]
+    assert paths(REPLACE(config, lora=lora)) == []
+    assert paths(REPLACE(config, lora=lora, mesh=MeshConfig(fsdp=4))) == ["model.moe.expert_width"]
+    assert paths(REPLACE(with_moe(**vars(packed) | {"latent_width": 48}), lora=lora)) == ["model.moe.latent_width"]
+    assert paths(RunConfig(lora=LoraConfig(rank=4, alpha=0.0))) == ["lora.alpha"]
+    assert paths(RunConfig(lora=LoraConfig(rank=-1))) == ["lora.rank"]
+    assert paths(RunConfig(lora=LoraConfig(rank=4, targets=()))) == ["lora.targets"]
+    assert paths(RunConfig(lora=LoraConfig(rank=4, targets=("",)))) == ["lora.targets"]
+    # A frozen model may be in bfloat16, one that is trained may not.
+    narrow = with_model(parameter_dtype="bfloat16")
+    assert paths(narrow) == ["model.parameter_dtype"]
+    assert paths(REPLACE(narrow, lora=lora)) == []
+    assert from_yaml(to_yaml(REPLACE(narrow, lora=lora)), "x.yaml").lora == lora

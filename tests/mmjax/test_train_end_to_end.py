@@ -20,7 +20,7 @@ import pytest
 
 from mmjax import train
 from mmjax.config import RunConfig, saved
-from mmjax.data import packing
+from mmjax.data import order, packing
 from mmjax.data.batch import Batch, digest
 from mmjax.data.sources import digits
 from mmjax.errors import EXIT_INTERRUPTED
@@ -179,7 +179,7 @@ CHILD = """
     from mmjax.data.sources import digits
     from mmjax.training import loop
 
-    write_manifest, place_batch = store._write_manifest, loop.place_batch
+    write_manifest, place_batch = store.write_manifest, loop.place_batch
 
     def write_or_die(path, manifest):
         if path.name == "10":
@@ -190,7 +190,7 @@ CHILD = """
         print("batch", digest(batch), file=sys.stderr, flush=True)
         return place_batch(batch, mesh)
 
-    digits.EPOCH_SAMPLES, store._write_manifest, loop.place_batch = 96, write_or_die, place
+    digits.EPOCH_SAMPLES, store.write_manifest, loop.place_batch = 96, write_or_die, place
     sys.exit(train.main(sys.argv[1:]))
 """
 
@@ -338,14 +338,17 @@ def test_batches_of_text_of_pictures_and_of_both_run_through_one_program(
     kinds = ["text"] * 8 + ["picture"] * 8 + ["text", "picture"] * 4
     write_records(tmp_path, kinds)
     # In the order of the file, each in a row of its own.
-    monkeypatch.setattr(packing, "permutation", lambda count, *_: np.arange(count))
+    for module in (order, packing):
+        monkeypatch.setattr(module, "permutation", lambda count, *_: np.arange(count))
     shares = []
 
     def watch(number: int, batch: Batch) -> None:
         shares.append(float(np.mean(np.any(batch.feature_index >= 0, axis=1))))
         stop_at(7)(number, batch)
 
-    code, observed = run(tmp_path / "run", *source(tmp_path), "--data.packing-window", "1", change=watch)
+    code, observed = run(
+        tmp_path / "run", *source(tmp_path), "--data.packing-window", "1", "--data.balance-rows", "1", change=watch
+    )
     assert code == EXIT_INTERRUPTED
     assert shares == [0, 1, 0.5, 0, 1, 0.5, 0, 1]
     assert all(np.isfinite(loss) for _, loss in losses(tmp_path / "run")) and len(losses(tmp_path / "run")) == 7
@@ -358,8 +361,9 @@ def test_a_picture_broken_in_mid_run_saves_the_steps_before_and_is_named_again_b
     write_records(tmp_path, ["picture"] * 40)
     whole = (tmp_path / "27.png").read_bytes()
     (tmp_path / "27.png").write_bytes(whole[: len(whole) - 40])
-    monkeypatch.setattr(packing, "permutation", lambda count, *_: np.arange(count))
-    options = [*source(tmp_path), "--data.packing-window", "1"]
+    for module in (order, packing):
+        monkeypatch.setattr(module, "permutation", lambda count, *_: np.arange(count))
+    options = [*source(tmp_path), "--data.packing-window", "1", "--data.balance-rows", "1"]
     for _ in range(2):
         assert run(tmp_path / "run", *options)[0] == 3
         assert steps_saved(tmp_path / "run") == [3]

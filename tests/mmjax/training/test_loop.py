@@ -20,7 +20,7 @@ from mmjax.checkpoint import store
 from mmjax.checkpoint.store import Store
 from mmjax.config import CheckpointConfig, MeshConfig, RunConfig, TrainingConfig
 from mmjax.data.evaluation import EvaluationAnswer
-from mmjax.errors import EXIT_INTERRUPTED, CheckpointError, DataError, NonFiniteError
+from mmjax.errors import EXIT_INTERRUPTED, CheckpointError, ConfigurationError, DataError, NonFiniteError
 from mmjax.monitor.metrics import read_lines
 from mmjax.parallel.mesh import make_mesh
 from mmjax.training import loop
@@ -37,10 +37,10 @@ class Line:
     seed = 0
     tokenizer = SimpleNamespace(vocabulary_size=1)
 
-    def __init__(self, *_: object):
+    def __init__(self, *_: object, **__: object):
         pass
 
-    def iterate(self, start_step: int) -> Iterator[np.ndarray]:
+    def iterate(self, start_step: int, **_: object) -> Iterator[np.ndarray]:
         for step in range(start_step, 10**6):
             factor = Line.before(step)
             inputs = np.random.default_rng((Line.seed, step)).normal(size=(4, 3)).astype(np.float32)
@@ -51,6 +51,12 @@ class Line:
 
     def fingerprint(self) -> dict[str, int]:
         return {"seed": Line.seed}
+
+    def position(self, step: int) -> dict[str, int]:
+        return {"step": step}
+
+    def resume(self, position: dict[str, int]) -> None:
+        pass
 
 
 class Answers:
@@ -184,7 +190,7 @@ def undisturbed(whole: Path) -> Path:
 
 
 def test_a_run_leaves_metrics_curves_checkpoints_and_the_sheet(undisturbed: Path) -> None:
-    names = {"metrics.jsonl", "evaluations.jsonl", "tensorboard", "checkpoints", "answers.png"}
+    names = {"config.yaml", "metrics.jsonl", "evaluations.jsonl", "tensorboard", "checkpoints", "answers.png"}
     assert {path.name for path in undisturbed.iterdir()} == names
     records = read_lines(undisturbed / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 13))
@@ -235,7 +241,7 @@ def test_bad_data_in_mid_run_saves_what_was_trained(undisturbed: Path, tmp_path:
 def test_a_full_disk_ends_the_run_with_its_error_and_the_next_start_goes_on(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = store._write_manifest
+    write = store.write_manifest
 
     def write_if_there_is_room(path: Path, manifest: dict[str, Any]) -> None:
         if path.name == "8":
@@ -243,7 +249,7 @@ def test_a_full_disk_ends_the_run_with_its_error_and_the_next_start_goes_on(
         write(path, manifest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_write_manifest", write_if_there_is_room)
+        patch.setattr(store, "write_manifest", write_if_there_is_room)
         with pytest.raises(CheckpointError, match="disk or quota full"):
             _run(tmp_path)
     assert _final_state(tmp_path)[0] == 5
@@ -259,6 +265,17 @@ def test_nonfinite_steps_are_skipped_and_too_many_in_a_row_stop_the_run(
     with pytest.raises(NonFiniteError, match=r"step 11: .*decoder layer 5 was the first"):
         _run(tmp_path / "many", lambda step: np.inf if step >= 8 else None)
     assert _final_state(tmp_path / "many")[0] == 8
+
+
+def test_bytes_are_refused_for_weights_that_came_with_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "released").mkdir()
+    config = RunConfig(weights=str(tmp_path))
+    loop.check_vocabulary(config, Line())
+    (tmp_path / "released" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="trained with another tokenizer"):
+        loop.check_vocabulary(config, Line())
+    own = dataclasses.replace(config.data, tokenizer=str(tmp_path / "released" / "tokenizer.json"))
+    loop.check_vocabulary(dataclasses.replace(config, data=own), Line())
 
 
 def test_other_data_than_the_checkpoints_are_refused(undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,3 +307,21 @@ def test_without_held_out_samples_the_run_says_so(tmp_path: Path, capfd: pytest.
     assert loop.run(config, MESH) == 0
     assert "nothing held out" in capfd.readouterr().out
     assert not (tmp_path / "answers.png").exists()
+
+
+def test_the_step_is_compiled_once_for_each_shape_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple] = []
+
+    def compile_step(config: Any, mesh: Any, state: str, batch: dict[str, np.ndarray], recorder: Any) -> Callable:
+        shape = batch["patches"].shape
+        compiled.append(shape)
+        return lambda state, batch: (state + str(len(batch["patches"])), shape)
+
+    monkeypatch.setattr(loop, "compile_step", compile_step)
+    program: Any = loop.StepPrograms(RunConfig(), MESH, None)  # type: ignore[arg-type]
+    program.prepare("", {"patches": np.zeros(8)})
+    state = ""
+    for size in np.random.default_rng(0).choice([4, 8, 16], 200).tolist():
+        state, shape = program(state, {"patches": np.zeros(size)})
+        assert shape == (size,)
+    assert sorted(compiled) == [(4,), (8,), (16,)]

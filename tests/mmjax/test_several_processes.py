@@ -1,0 +1,132 @@
+"""The train command in two processes on loopback: the numbers of one process, an end together, and clear refusals."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mmjax.monitor.metrics import read_lines
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+SETTINGS = """
+mesh: {fsdp: 2, expert: 2}
+model:
+  width: 16
+  num_layers: 2
+  vocabulary_size: 264
+  full_attention_layers: [1]
+  residual_block_layers: 1
+  linear_attention: {num_heads: 2, key_width: 4, value_width: 4, decay_rank: 4, chunk_tokens: 16}
+  full_attention: {num_heads: 2, query_rank: 8, latent_width: 8, nope_width: 4, shared_key_width: 4, value_width: 4}
+  moe: {num_experts: 4, experts_per_token: 2, expert_width: 8, latent_width: 8, dense_width: 16}
+  vision: {num_layers: 1, width: 8, num_heads: 1, head_width: 8, hidden_width: 16}
+data: {rows: 8, row_tokens: 48, row_patches: 32, image_max_patches: 16, packing_window: 4, eval_samples: 8}
+optimizer: {warmup_steps: 2}
+checkpoint: {every_steps: 3}
+training: {steps: 6, eval_every_steps: 3}
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def start(run_dir: Path, devices: int, *options: str) -> subprocess.Popen[str]:
+    settings = run_dir.parent / "tiny.yaml"
+    settings.write_text(SETTINGS)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "COLUMNS": "300",
+    }
+    command = [sys.executable, "-m", "mmjax.train", "--config", str(settings), "--run-dir", str(run_dir), *options]
+    return subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def start_all(run_dir: Path, counts: Sequence[int], *options: str, port: int = 0) -> list[subprocess.Popen[str]]:
+    """One process for each of `counts`: how many processes it believes there are."""
+    port = port or free_port()
+    return [
+        start(
+            run_dir,
+            2,
+            "--launch.coordinator",
+            f"127.0.0.1:{port}",
+            "--launch.num-processes",
+            str(count),
+            "--launch.process-index",
+            str(index),
+            *options,
+        )
+        for index, count in enumerate(counts)
+    ]
+
+
+def ends(processes: Sequence[subprocess.Popen[str]], seconds: float = 240) -> list[tuple[int, str]]:
+    """(exit code, output) of each."""
+    try:
+        outputs = [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [record["loss"] for record in read_lines(run_dir / "metrics.jsonl")]
+
+
+def scores(run_dir: Path) -> list[float]:
+    return [record["exact_match"] for record in read_lines(run_dir / "evaluations.jsonl")]
+
+
+def test_two_processes_train_as_one_and_stop_and_go_on_together(tmp_path):
+    [(code, output)] = ends([start(tmp_path / "one", 4)])
+    assert code == 0, output
+
+    processes = start_all(tmp_path / "two", (2, 2))
+    metrics = tmp_path / "two" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n")):
+        time.sleep(0.1)
+    # To one of them only: both stop at the same step.
+    processes[1].send_signal(signal.SIGTERM)
+    first = ends(processes)
+    assert [code for code, _ in first] == [75, 75] or [code for code, _ in first] == [0, 0], first
+    if first[0][0] == 75:
+        second = ends(start_all(tmp_path / "two", (2, 2)))
+        assert [code for code, _ in second] == [0, 0], second
+    assert len(losses(tmp_path / "two")) == STEPS
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert scores(tmp_path / "two") == scores(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "messages"),
+    [
+        ((2, 3), (), ["3 processes"]),
+        ((3, 3), ("--launch.start-timeout-seconds", "3"), ["no process 2 of 3"]),
+    ],
+)
+def test_processes_that_cannot_meet_say_why_and_end(tmp_path, counts, options, messages):
+    for code, output in ends(start_all(tmp_path / "run", counts, *options), 60):
+        assert code == 2 and all(message in output for message in messages), output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use_is_told(tmp_path):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        options = ("--launch.start-timeout-seconds", "2")
+        ((code, output),) = ends(start_all(tmp_path / "run", (2,), *options, port=port), 60)
+    assert code == 2 and f"port {port}" in output
