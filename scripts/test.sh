@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
 install_torch
-"$VENV/bin/python" -m pip install --quiet --no-compile --editable '.[dev,parity]'
+"$VENV/bin/python" -m pip install --quiet --no-compile --editable '.[dev,parity,data,audio]'
 
 export PATH="$VENV/bin:$PATH"
 ruff format --check .

@@ -84,7 +84,7 @@ def _random_batch(model, *, rows=8, row_tokens=24, row_patches=24, seed=0, empty
     from mmjax.data.batch import Batch
 
     random = np.random.default_rng(seed)
-    patch_values = model.vision.channels * model.vision.patch_pixels**2
+    patch_values = model.vision.patch_values
     batch = Batch(
         tokens=random.integers(0, model.vocabulary_size, (rows, row_tokens), dtype=np.int32),
         targets=random.integers(0, model.vocabulary_size, (rows, row_tokens), dtype=np.int32),

@@ -42,7 +42,7 @@ def inputs_and_cotangent(dtype=np.float64) -> tuple[jax.Array, jax.Array]:
 
 def losses(graph, state, inputs, segment_ids, cotangent):
     """(what stands for the language model's loss, indexer loss)."""
-    output, indexer_loss = nnx.merge(graph, state)(inputs, segment_ids)
+    output, indexer_loss = nnx.merge(graph, state)(inputs, segment_ids, segment_ids)
     return jnp.vdot(output, cotangent), indexer_loss
 
 
@@ -53,7 +53,7 @@ def run(model: ModelConfig):
     inputs, cotangent = inputs_and_cotangent()
 
     def everything(state, inputs, cotangent):
-        output, indexer_loss = nnx.merge(graph, state)(inputs, GIVEN_SEGMENTS)
+        output, indexer_loss = nnx.merge(graph, state)(inputs, GIVEN_SEGMENTS, GIVEN_SEGMENTS)
         gradients = jax.jacrev(lambda *p: jnp.stack(losses(graph, *p, GIVEN_SEGMENTS, cotangent)), argnums=(0, 1))
         return output, indexer_loss, gradients(state, inputs)
 
@@ -139,7 +139,7 @@ def test_a_document_moves_nothing_of_another(one_device, stage):
             def loss(state, inputs):
                 return losses(graph, state, inputs, GIVEN_SEGMENTS, jnp.where(is_second, cotangent, 0))[0]
 
-            output, _ = nnx.merge(graph, state)(inputs, GIVEN_SEGMENTS)
+            output, _ = nnx.merge(graph, state)(inputs, GIVEN_SEGMENTS, GIVEN_SEGMENTS)
             return jnp.where(is_second, output, 0), jax.grad(loss, argnums=(0, 1))(state, inputs), output
 
         *before, output = second_document(state, inputs)
@@ -154,7 +154,7 @@ def test_padding_and_other_documents_do_not_enter_the_indexer_loss(one_device):
     with jax.enable_x64(True):
         graph, state = split(model_config("sparse"))
         inputs, _ = inputs_and_cotangent()
-        loss = jax.jit(one_device(lambda inputs, segments: nnx.merge(graph, state)(inputs, segments)[1]))
+        loss = jax.jit(one_device(lambda inputs, segments: nnx.merge(graph, state)(inputs, segments, segments)[1]))
         packed = loss(inputs, SEGMENTS)
         alone = sum(loss(inputs, (segment == SEGMENTS).astype(np.int32)) for segment in (1, 2, 3))
     np.testing.assert_allclose(packed, alone, rtol=1e-12)
@@ -179,9 +179,9 @@ def test_half_precision_output_comes_with_a_float32_loss(one_device):
     for stage in ("none", "dense", "sparse"):
         graph, state = split(model_config(stage, dtype="float32"))
         inputs, _ = inputs_and_cotangent(jnp.bfloat16)
-        output, loss = jax.jit(one_device(lambda state, x, graph=graph: nnx.merge(graph, state)(x, GIVEN_SEGMENTS)))(
-            state, inputs
-        )
+        output, loss = jax.jit(
+            one_device(lambda state, x, graph=graph: nnx.merge(graph, state)(x, GIVEN_SEGMENTS, GIVEN_SEGMENTS))
+        )(state, inputs)
         assert (output.dtype, loss.dtype, loss.shape) == (jnp.bfloat16, jnp.float32, ())
         assert np.isfinite(np.asarray(output, np.float32)).all()
         assert (loss > 0) == (stage != "none")
@@ -206,7 +206,7 @@ def test_split_over_devices_equals_one_device(stage, mesh):
         graph, _ = split(model_config(stage, query_chunk_tokens=4))
 
         def both(state, inputs, segments, cotangent):
-            output, indexer_loss = nnx.merge(graph, state)(inputs, segments)
+            output, indexer_loss = nnx.merge(graph, state)(inputs, segments, segments)
             for result in (output, indexer_loss):
                 assert jax.typeof(result).manual_axis_type.varying == set(DATA_AXES)
             total = jax.lax.psum(jnp.vdot(output, cotangent) + 0.7 * indexer_loss, DATA_AXES)

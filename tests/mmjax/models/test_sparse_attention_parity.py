@@ -45,8 +45,8 @@ def run(one_device, model: ModelConfig, weights: dict, inputs: np.ndarray) -> tu
     found = nnx.to_pure_dict(state)
     assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, weights)
     nnx.replace_by_pure_dict(state, weights)
-    segments = jnp.ones(inputs.shape[:2], jnp.int32)
-    return jax.jit(one_device(lambda state: nnx.merge(graph, state)(jnp.asarray(inputs), segments)))(state)
+    segments = positions = jnp.ones(inputs.shape[:2], jnp.int32)
+    return jax.jit(one_device(lambda state: nnx.merge(graph, state)(jnp.asarray(inputs), segments, positions)))(state)
 
 
 def assert_close(found, expected):
@@ -69,10 +69,10 @@ def test_sparse_attention_equals_glm5_next_with_unpooled_keys(one_device):
         output_gate="none",
         query_chunk_tokens=8,
         # Many heads: were all of them silent for two keys, the scores would tie, and torch breaks ties as it likes.
-        indexer=IndexerConfig(stage="sparse", num_heads=16, head_width=6, top_k=5),
+        # The index key's norm has 1e-6 there, whatever the configuration says.
+        indexer=IndexerConfig(stage="sparse", num_heads=16, head_width=6, top_k=5, key_norm_epsilon=1e-6),
     )
-    # The index key's norm has 1e-6 there, whatever the configuration says.
-    model = ModelConfig(width=WIDTH, norm_epsilon=1e-6, full_attention=full)
+    model = ModelConfig(width=WIDTH, full_attention=full)
     config = Glm5NextTextConfig(
         hidden_size=WIDTH,
         num_attention_heads=HEADS,

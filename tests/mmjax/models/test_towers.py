@@ -1,0 +1,143 @@
+"""Towers of all kinds on several devices: the loss and gradients of one; documents of a row stay apart."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from mmjax.axes import DATA_AXES
+from mmjax.config import (
+    AudioConfig,
+    GroupedAttentionConfig,
+    MeshConfig,
+    ModelConfig,
+    MoeConfig,
+    RotaryConfig,
+    RunConfig,
+    VisionConfig,
+)
+from mmjax.data.audio import Sounds
+from mmjax.models.multimodal import define
+from mmjax.parallel.fsdp import make_varying
+from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.sharding import spec
+from mmjax.training.step import batch_specs, make_value_and_gradient, place_batch, specs_of
+
+VISION = VisionConfig(
+    num_layers=3, width=16, num_heads=2, head_width=8, hidden_width=12, patch_pixels=2, norm_epsilon=1e-5
+)
+VISIONS = {
+    "clip": {"feature_depths": (2, 0), "newline": "learned", "activation": "quick_gelu"},
+    "qwen3_vl": {"deep_layers": (0, 1), "frames_per_patch": 2},
+    "fuyu": {},
+}
+
+
+def model_of(kind: str) -> ModelConfig:
+    sections = (2, 1, 1) if kind == "qwen3_vl" else ()
+    return ModelConfig(
+        width=16,
+        num_layers=3,
+        vocabulary_size=32,
+        full_attention_layers=(0, 1, 2),
+        full_attention_kind="grouped",
+        residual="plain",
+        norm="layer" if kind == "fuyu" else "rms",
+        dense_mlp="relu_squared" if kind == "fuyu" else "gated",
+        mlp_bias=kind == "fuyu",
+        initializer_range=0.3,
+        grouped_attention=GroupedAttentionConfig(
+            num_heads=2,
+            num_key_heads=2,
+            head_width=8,
+            projection_bias=True,
+            output_bias=True,
+            head_norm=True,
+            rotary=RotaryConfig(width=8, sections=sections, section_order="interleaved"),
+        ),
+        moe=MoeConfig(num_dense_layers=3, dense_width=16),
+        vision=dataclasses.replace(VISION, kind=kind, **VISIONS[kind]),
+        parameter_dtype="float64",
+        compute_dtype="float64",
+    )
+
+
+def random_parameters(model: ModelConfig):
+    """Biases and scales too are random: at their starts they would hide faults."""
+    random = np.random.default_rng(0)
+    variables = define(model).parameters
+    return {path: 0.3 * random.normal(size=variable.get_value().shape) for path, variable in sorted(variables.items())}
+
+
+@pytest.mark.parametrize("kind", VISIONS)
+def test_a_mesh_gives_the_loss_and_gradients_of_one_device(kind, make_batch):
+    with jax.enable_x64(True):
+        config = RunConfig(model=model_of(kind))
+        parameters, batch = random_parameters(config.model), make_batch(config.model, empty_rows=1)
+        if kind == "clip":
+            # The learned newline, and slots of class tokens.
+            batch.feature_index[0, 1] = batch.patches.shape[1]
+            batch.patch_position[:, 0] = (0, -1, -1)
+        losses, gradients = [], []
+        for mesh_config in (MeshConfig(), MeshConfig(fsdp=2, expert=2, tensor=2)):
+            mesh = make_mesh(mesh_config)
+            found = jax.jit(make_value_and_gradient(config, mesh))(parameters, {}, place_batch(batch, mesh), {})
+            losses.append(float(found[0]))
+            gradients.append(jax.device_get(found[-1]))
+    assert abs(losses[0] - losses[1]) <= 1e-12 * abs(losses[0])
+    for path, gradient in gradients[0].items():
+        # Layers behind the deepest features, and the last norm, are held and not run.
+        is_used = kind != "clip" or not path.startswith("vision.final_norm")
+        assert gradient.any() == is_used, path
+        assert np.abs(gradient - gradients[1][path]).max() <= 1e-11 * max(1e-3, np.abs(gradient).max()), path
+
+
+def test_a_mesh_hears_what_one_device_hears(make_batch):
+    audio = AudioConfig(
+        num_layers=2,
+        width=16,
+        num_heads=2,
+        head_width=8,
+        hidden_width=12,
+        mel_bins=6,
+        clip_frames=20,
+        values_per_feature=5,
+        projector_width=10,
+    )
+    with jax.enable_x64(True):
+        model = dataclasses.replace(model_of("fuyu"), audio=audio)
+        definition, parameters = define(model), random_parameters(model)
+        batch = make_batch(model)
+        random = np.random.default_rng(1)
+        index = random.integers(-3, 4, batch.tokens.shape, dtype=np.int32)
+        sounds = Sounds(random.normal(size=(8, 2, 20, 6)), np.maximum(index, -1))
+
+        def objective(parameters, batch, sounds):
+            varying, reduce_gradients = jax.vjp(make_varying, parameters)
+
+            def loss(varying):
+                hidden, _ = definition.assemble(varying, {})(batch, sounds=sounds)
+                return jax.lax.psum(jax.numpy.sum(hidden**3), DATA_AXES)
+
+            value, gradients = jax.value_and_grad(loss)(varying)
+            return value, reduce_gradients(gradients)[0]
+
+        found = []
+        for mesh_config in (MeshConfig(), MeshConfig(fsdp=2, expert=2, tensor=2)):
+            specs, row = specs_of(definition.parameters), spec("batch", "position")
+            sound_specs = Sounds(spec("batch", None, None, None), row)
+            run = jax.shard_map(
+                objective,
+                mesh=make_mesh(mesh_config),
+                in_specs=(specs, batch_specs(), sound_specs),
+                out_specs=(PartitionSpec(), specs),
+                check_vma=True,
+            )
+            found.append(jax.device_get(jax.jit(run)(parameters, batch, sounds)))
+    (value, gradients), (other_value, others) = found
+    assert abs(value - other_value) <= 1e-12 * abs(value)
+    for path, gradient in gradients.items():
+        assert gradient.any() == (path != "audio.sinusoids" and path != "decoder.head"), path
+        assert np.abs(gradient - others[path]).max() <= 1e-11 * max(1e-3, np.abs(gradient).max()), path
