@@ -37,7 +37,7 @@ def run() -> RunConfig:
             packing_window=64,
             eval_samples=150,
         ),
-        optimizer=OptimizerConfig(name="adamw", learning_rate=1e-3, warmup_steps=10, weight_decay=0.0),
+        optimizer=OptimizerConfig(name="adamw", learning_rate=1.5e-3, warmup_steps=4, weight_decay=0.0),
         checkpoint=CheckpointConfig(every_steps=50),
-        training=TrainingConfig(steps=100, eval_every_steps=0),
+        training=TrainingConfig(steps=28, eval_every_steps=0),
     )
