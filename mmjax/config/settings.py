@@ -485,8 +485,8 @@ class DataConfig:
     balance_rows: int = 8
     """Rows of nearly equal cost that stand together: where each device has one row of a batch, how many devices."""
     patch_buckets: int = 1
-    """Sizes of a batch's patch arrays: row_patches, half of it, a quarter, ... The smallest that holds a batch is taken;
-    each is one more compilation of the step."""
+    """Sizes of a batch's patch arrays: row_patches, half of it, a quarter, ... The smallest that holds a batch is
+    taken; each is one more compilation of the step."""
     quotas: QuotaConfig = field(default_factory=QuotaConfig)
     prefetch_batches: int = 2
     """Batches made ahead of the step."""
