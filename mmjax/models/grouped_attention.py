@@ -105,6 +105,7 @@ class GroupedAttention(nnx.Module):
             query = scaled_norm(query, self.query_norm, self.model)
             key = scaled_norm(key, self.key_norm, self.model)
         if config.joint_norm:
+            assert isinstance(self.query_norm, nnx.Variable) and isinstance(self.key_norm, nnx.Variable)
             query = joint_rms_norm(query, self.query_norm, self.model.norm_epsilon)
             key = joint_rms_norm(key, self.key_norm, self.model.norm_epsilon)
         if config.rotary.width:

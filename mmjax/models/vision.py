@@ -152,12 +152,12 @@ def interpolated_position(
         before = before.astype(jnp.int32)
         return (before, 1 - after_share), (jnp.minimum(before + 1, size - 1), after_share)
 
-    corners = [
+    weighted = [
         (row_share * column_share)[..., None] * table[row, column].astype(wide)
         for row, row_share in neighbours(0)
         for column, column_share in neighbours(1)
     ]
-    return reduce(jnp.add, corners).astype(table.dtype)
+    return reduce(jnp.add, weighted).astype(table.dtype)
 
 
 def time_position(position: jax.Array, grid: jax.Array, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
