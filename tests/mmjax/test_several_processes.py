@@ -90,6 +90,7 @@ def scores(run_dir: Path) -> list[float]:
     return [record["exact_match"] for record in read_lines(run_dir / "evaluations.jsonl")]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_stop_and_go_on_together(tmp_path):
     [(code, output)] = ends([start(tmp_path / "one", 4)])
     assert code == 0, output

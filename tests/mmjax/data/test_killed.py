@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 STEPS = 60
 
@@ -82,6 +84,7 @@ def run(folder: Path, die_at: int) -> tuple[int, list[tuple[int, str]]]:
     return result.returncode, [(int(step), text) for step, text in map(str.split, result.stdout.splitlines())]
 
 
+@pytest.mark.slow
 def test_killed_at_any_step_and_resumed_the_batches_are_those_of_a_run_never_killed(tmp_path):
     write_sources(tmp_path / "whole")
     code, expected = run(tmp_path / "whole", -1)
