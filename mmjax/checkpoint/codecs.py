@@ -9,14 +9,13 @@ import ml_dtypes
 import numpy as np
 
 from mmjax.errors import CheckpointError
+from pallas_kernels.moe.mxfp4 import quantize
 
 GROUP = 32
 _BLOCK = 128
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # The sixteen E2M1 codes: sign, two bits of exponent, one of mantissa.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# Magnitudes half way between two codes; at a tie the even code wins.
-_E2M1_BOUNDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
 
 
 @dataclass(frozen=True)
@@ -118,24 +117,10 @@ def decode_mxfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def encode_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Numbers [..., in] -> (codes uint8 [..., in / 2], scales uint8 [..., in / 32]), as in the OCP MX specification.
 
-        scale = 127 + floor(log2(max |x| of 32)) - 2        codes: x / 2^(scale - 127) to the nearest, ties to even
-
-    Values that came from MXFP4 come back exactly. Numbers beyond the largest code are cut to it; in must divide by 32.
+    See `mxfp4.quantize`: values that came from MXFP4 come back exactly, and a group of zeros gets scale 1.
     """
-    grouped = values.astype(np.float32).reshape(*values.shape[:-1], -1, GROUP)
-    largest = np.abs(grouped).max(axis=-1)
-    exponent = np.where(largest > 0, np.frexp(largest)[1] - 1 - 2, -127)
-    exponent = np.clip(exponent, -127, 127)
-    half = -exponent // 2
-    scaled = grouped * np.ldexp(np.float32(1), half)[..., None] * np.ldexp(np.float32(1), -exponent - half)[..., None]
-    magnitude = np.abs(scaled)
-    code = np.searchsorted(_E2M1_BOUNDS, magnitude, side="left").astype(np.uint8)
-    # A tie lies below the bound's upper code; where that one is even it wins.
-    bound = _E2M1_BOUNDS[np.minimum(code, len(_E2M1_BOUNDS) - 1)]
-    code += ((magnitude == bound) & (code % 2 == 1) & (code < 7)).astype(np.uint8)
-    code |= np.signbit(scaled).astype(np.uint8) << 3
-    pairs = code.reshape(*values.shape[:-1], -1, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4), (exponent + 127).astype(np.uint8)
+    packed = quantize(values)
+    return packed["codes"], packed["scales"]
 
 
 def decode_fp8(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
