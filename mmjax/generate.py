@@ -197,7 +197,7 @@ def open_form(command: Command, config: RunConfig) -> "PromptForm":
             remedy="give --tokenizer FOLDER too, or leave it out",
         )
     if is_run and not command.tokenizer:
-        form = TrainingForm(open_tokenizer(config.data), config.data, config.model.vision)
+        form = TrainingForm(open_tokenizer(config.data), config.data, config.model.vision, config.model.audio)
     else:
         from mmjax.checkpoint.weights import RELEASED
 
@@ -349,7 +349,7 @@ def _answer(
     sampling = Sampling(temperature=command.temperature, top_k=command.top_k, top_p=command.top_p, seed=command.seed)
     lengths = [len(document.tokens) for document in documents]
     capacity = bucket(max(lengths)) + bucket(command.max_new_tokens)
-    shards = config.mesh.num_row_shards
+    shards, vision = config.mesh.num_row_shards, config.model.vision
     rows = min(config.data.rows, -(-len(documents) // shards) * shards)
     answers = _Answers(form, documents)
     reading_seconds = writing_seconds = 0.0
@@ -357,7 +357,7 @@ def _answer(
     for first in range(0, len(documents), rows):
         numbers = range(first, min(first + rows, len(documents)))
         chosen = [documents[number] for number in numbers]
-        batch = prompt_batch(chosen, rows, config.data, config.model.vision, form.pad_token_id)
+        batch = prompt_batch(chosen, rows, config.data, vision, form.pad_token_id, config.model.audio)
         clock, is_first = time.perf_counter(), True
         for step in generator.stream(
             batch,

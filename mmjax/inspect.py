@@ -24,9 +24,9 @@ from mmjax.data.loader import Loader
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.errors import MmjaxError, writing
 
-Kind = Literal["learned", "read", "picture"]
-"""Of a token: its prediction counts in the loss; it is read only; a feature of a picture stands in its place."""
-STYLES: dict[Kind, str] = {"learned": "bold green", "read": "default", "picture": "magenta"}
+Kind = Literal["learned", "read", "picture", "sound"]
+"""Of a token: its prediction counts in the loss; it is read only; a feature of a picture or sound stands there."""
+STYLES: dict[Kind, str] = {"learned": "bold green", "read": "default", "picture": "magenta", "sound": "cyan"}
 SEGMENT_BACKGROUNDS = ("", " on grey15")
 
 
@@ -69,9 +69,9 @@ class Run:
 
     kind: Kind
     texts: list[str]
-    """Of each token; empty for a picture."""
-    picture: int = -1
-    """Number of the picture in its document."""
+    """Of each token; empty for a picture or sound."""
+    number: int = -1
+    """Of the picture or sound in its document."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,7 +119,7 @@ def show(command: Command, console: Console) -> None:
             console.print(Text(document.where, style="dim"))
             console.print(coloured(document, loader.tokenizer, segment))
     console.print("\n", Text("learned", style=STYLES["learned"]), Text("read", style=STYLES["read"]), end="")
-    console.print(Text(" picture", style=STYLES["picture"]))
+    console.print(Text(" picture", style=STYLES["picture"]), Text("sound", style=STYLES["sound"]))
     if command.html:
         with writing(command.html):
             Path(command.html).write_text(page(command.file, rows, loader, settings), encoding="utf-8")
@@ -132,7 +132,7 @@ def read_rows(loader: Loader, settings: RunConfig, count: int) -> Iterator[Shown
     costs = [sum(loader.sample_cost(sample) for sample in row) for row in planned]
     mean = max(1.0, float(np.mean(costs)))
     for samples, cost in list(zip(planned, costs, strict=True))[:count]:
-        documents = [document for document, _ in loader.read_row(samples, 0)]
+        documents = [packed.document for packed in loader.read_row(samples, 0)]
         patches = sum(document.num_patches for document in documents)
         yield ShownRow(
             documents=documents,
@@ -168,21 +168,22 @@ def rejections(loader: Loader) -> Table:
 
 
 def runs(document: Document, tokenizer: Tokenizer) -> Iterator[Run]:
-    """The document's tokens in runs of one kind, each picture by itself."""
-    starts = {span.start: (span.stop, number) for number, span in enumerate(document.picture_spans())}
+    """The document's tokens in runs of one kind, each picture and sound by itself."""
+    media: tuple[tuple[Kind, list[slice]], ...] = (
+        ("picture", document.picture_spans()),
+        ("sound", document.sound_spans()),
+    )
+    starts = {span.start: (span.stop, kind, number) for kind, spans in media for number, span in enumerate(spans)}
     place = 0
     while place < len(document.tokens):
         if place in starts:
-            stop, number = starts[place]
-            yield Run(kind="picture", texts=[], picture=number)
+            stop, kind, number = starts[place]
+            yield Run(kind=kind, texts=[], number=number)
         else:
             is_learned = bool(document.is_supervised[place])
             stop = place + 1
             while (
-                stop < len(document.tokens)
-                and stop not in starts
-                and not document.is_feature[stop]
-                and bool(document.is_supervised[stop]) == is_learned
+                stop < len(document.tokens) and stop not in starts and bool(document.is_supervised[stop]) == is_learned
             ):
                 stop += 1
             texts = [_token_text(int(token), tokenizer) for token in document.tokens[place:stop]]
@@ -201,14 +202,17 @@ def coloured(document: Document, tokenizer: Tokenizer, segment: int) -> Text:
     text = Text()
     for run in runs(document, tokenizer):
         style = STYLES[run.kind] + SEGMENT_BACKGROUNDS[segment % 2]
-        if run.kind == "picture":
-            text.append(f"[{_picture_name(document, run.picture)}]", style=style)
+        if run.number >= 0:
+            text.append(f"[{_medium_name(document, run)}]", style=style)
         text.append("".join(run.texts), style=style)
     return text
 
 
-def _picture_name(document: Document, number: int) -> str:
-    placed = document.pictures[number]
+def _medium_name(document: Document, run: Run) -> str:
+    if run.kind == "sound":
+        sound = document.sounds[run.number]
+        return f"sound {sound.sound.path}, {sound.num_clips} clips, {sound.num_features} tokens"
+    placed = document.pictures[run.number]
     return f"picture {placed.size[0]}x{placed.size[1]}, {placed.num_patches} patches, {placed.num_features} tokens"
 
 
@@ -221,6 +225,7 @@ body { font: 14px/1.5 ui-monospace, monospace; margin: 2em; max-width: 90em; }
 .learned span:nth-child(even) { background: #d9f7e4; }
 .read span:nth-child(even) { background: #e8e8e8; }
 .where { color: #777; }
+.sound { color: #a3a; background: #f7e6f7; }
 img { vertical-align: middle; min-width: 32px; image-rendering: pixelated; border: 2px solid #a3a; }
 table { border-collapse: collapse; } td { border: 1px solid #ccc; padding: .1em .6em; }
 .bar { background: #ddd; width: 20em; } .bar div { background: #69c; height: .7em; }
@@ -239,7 +244,8 @@ def page(title: str, rows: Sequence[ShownRow], loader: Loader, settings: RunConf
     )
     parts = [
         f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE_SHEET}</style>",
-        f"<h1>{html.escape(title)}</h1><p><span class=learned>learned</span> read <span>picture</span></p>",
+        f"<h1>{html.escape(title)}</h1><p><span class=learned>learned</span> read <span>picture</span>",
+        "<span class=sound>sound</span></p>",
         f"<table>{counted}</table>" + (f"<h2>bad records</h2><table>{bad}</table>" if bad else ""),
     ]
     for number, row in enumerate(rows, 1):
@@ -258,10 +264,12 @@ def _document_html(document: Document, tokenizer: Tokenizer, settings: RunConfig
     parts = []
     for run in runs(document, tokenizer):
         if run.kind == "picture":
-            placed = document.pictures[run.picture]
-            name = html.escape(_picture_name(document, run.picture))
+            placed = document.pictures[run.number]
+            name = html.escape(_medium_name(document, run))
             source = _data_url(read_pixels(placed, settings.data, settings.model.vision))
             parts.append(f"<img title='{name}' alt='{name}' src='{source}'>")
+        elif run.kind == "sound":
+            parts.append(f"<span class=sound>[{html.escape(_medium_name(document, run))}]</span>")
         else:
             tokens = "".join(f"<span>{html.escape(text)}</span>" for text in run.texts)
             parts.append(f"<span class={run.kind}>{tokens}</span>")

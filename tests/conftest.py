@@ -97,6 +97,8 @@ def _random_batch(model, *, rows=8, row_tokens=24, row_patches=24, seed=0, empty
         patch_position=np.zeros((rows, row_patches, 3), np.int32),
         patch_grid=np.ones((rows, row_patches, 3), np.int32),
         patch_feature=np.full((rows, row_patches // 4), -1, np.int32),
+        spectrograms=np.zeros((rows, 0, 0, 0), np.float32),
+        sound_index=np.full((rows, row_tokens), -1, np.int32),
     )
     for row in range(rows - empty_rows):
         token, patch, image = 0, 0, 0

@@ -170,4 +170,6 @@ def _batch(model: ModelConfig, tokens: np.ndarray) -> Batch:
         patch_position=np.zeros((rows, 0, 3), np.int32),
         patch_grid=np.ones((rows, 0, 3), np.int32),
         patch_feature=nothing,
+        spectrograms=np.zeros((rows, 0, 0, 0), np.float32),
+        sound_index=np.full_like(tokens, -1),
     )

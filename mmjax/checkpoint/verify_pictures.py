@@ -8,7 +8,7 @@ from mmjax.config import DataConfig, ModelConfig, VisionConfig
 from mmjax.config.faults import smallest_picture
 from mmjax.data.align import Document, PlacedPicture
 from mmjax.data.batch import Batch
-from mmjax.data.packing import fill
+from mmjax.data.packing import PackedDocument, fill
 from mmjax.data.picture_layout import cut, lay_out
 
 # Of pictures: at most so many patches, if the tower's smallest picture allows it.
@@ -48,12 +48,14 @@ def pictured_rows(model: ModelConfig, image_token: int) -> tuple[Batch, dict[str
                 is_supervised=np.zeros(length, bool),
                 is_feature=is_feature,
                 pictures=(one,),
+                is_sound=np.zeros(length, bool),
+                sounds=(),
                 answer_start=length,
             )
         )
     room = 4 * -(-max(len(one) for one in patches) // 4)
     data = DataConfig(rows=len(placed), row_tokens=length, row_patches=room, image_max_patches=budget)
-    batch = fill([[pair] for pair in zip(documents, patches, strict=True)], data, vision, 0)
+    batch = fill([[PackedDocument(*pair)] for pair in zip(documents, patches, strict=True)], data, vision, 0)
     return batch, _their_inputs(vision, placed, patches, sizes, batch)
 
 

@@ -37,6 +37,7 @@ _MAY_BE_ZERO = {
     "model.vision.num_layers",
     "model.audio.num_layers",
     "data.row_patches",
+    "data.row_clips",
     "data.prefetch_batches",
     "data.max_bad_samples",
     "data.video.length",
@@ -82,7 +83,7 @@ UNBUILT_AXES = {"mesh.pipe": "fsdp or expert", "mesh.context": "fsdp or tensor"}
 MXFP4_GROUP = 32
 
 # Tokens of the byte tokenizer: 256 bytes, padding, three roles, the image and the end of a message.
-BYTE_TOKENIZER_SIZE = 262
+BYTE_TOKENIZER_SIZE = 263
 
 
 @dataclass(frozen=True, kw_only=True)

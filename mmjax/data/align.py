@@ -1,15 +1,17 @@
-"""A conversation as tokens: which of them are learned, and which stand for which picture; and what fits a row."""
+"""A conversation as tokens: which are learned, which stand for which picture or sound; and what fits a row."""
 
 import dataclasses
+import importlib
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from mmjax.config import DataConfig, VisionConfig
+from mmjax.config import AudioConfig, DataConfig, VisionConfig
 from mmjax.data import images, videos
 from mmjax.data.picture_layout import ORDINARY, PictureLayout, cut, lay_out, over_frames
-from mmjax.data.sources.conversation import Picture, Sample, VideoFile
+from mmjax.data.sources.conversation import Picture, Sample, SoundFile, VideoFile
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.errors import DataError
 
@@ -27,6 +29,8 @@ class Sizes(NamedTuple):
     """Targets that count in the loss."""
     squared_patches: int
     """Sum over its pictures of their patches squared, which attention within pictures costs."""
+    clips: int = 0
+    """Of its sounds."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,6 +84,16 @@ class PlacedPicture:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class PlacedSound:
+    """A sound, and the room it takes."""
+
+    sound: SoundFile
+    num_clips: int
+    num_features: int
+    """Positions it takes in a row."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Document:
     """One sample, ready for a row."""
 
@@ -87,10 +101,13 @@ class Document:
     tokens: np.ndarray
     """[n] int32."""
     is_supervised: np.ndarray
-    """[n] bool: tokens of answers, their end tokens included; never a picture's."""
+    """[n] bool: tokens of answers, their end tokens included; never those of a picture or sound."""
     is_feature: np.ndarray
     """[n] bool: tokens of pictures, in the order of `pictures`."""
     pictures: tuple[PlacedPicture, ...]
+    is_sound: np.ndarray
+    """[n] bool: tokens of sounds, in the order of `sounds`."""
+    sounds: tuple[PlacedSound, ...]
     answer_start: int
     """Where the last answer begins."""
 
@@ -99,30 +116,48 @@ class Document:
         return sum(placed.num_patches for placed in self.pictures)
 
     @property
+    def num_clips(self) -> int:
+        return sum(placed.num_clips for placed in self.sounds)
+
+    @property
     def sizes(self) -> Sizes:
         return Sizes(
             len(self.tokens),
             self.num_patches,
             int(self.is_supervised[1:].sum()),
             sum(placed.num_patches**2 for placed in self.pictures),
+            self.num_clips,
         )
 
     def picture_spans(self) -> list[slice]:
         """Positions of each picture."""
-        places = np.flatnonzero(self.is_feature)
-        stops = np.cumsum([placed.num_features for placed in self.pictures], dtype=np.int64)
-        return [
-            slice(int(places[stop - placed.num_features]), int(places[stop - 1]) + 1)
-            for placed, stop in zip(self.pictures, stops.tolist(), strict=True)
-        ]
+        return _spans(self.is_feature, [placed.num_features for placed in self.pictures])
+
+    def sound_spans(self) -> list[slice]:
+        """Positions of each sound."""
+        return _spans(self.is_sound, [placed.num_features for placed in self.sounds])
 
 
-def align(sample: Sample, tokenizer: Tokenizer, data: DataConfig, vision: VisionConfig) -> Document:
-    """The sample with as many image tokens as its pictures give features. Of image files only headers are read."""
+def _spans(is_taken: np.ndarray, lengths: list[int]) -> list[slice]:
+    places, stops = np.flatnonzero(is_taken), np.cumsum(lengths, dtype=np.int64).tolist()
+    return [
+        slice(int(places[stop - length]), int(places[stop - 1]) + 1)
+        for length, stop in zip(lengths, stops, strict=True)
+    ]
+
+
+_WORD, _PICTURE, _SOUND = range(3)
+
+
+def align(
+    sample: Sample, tokenizer: Tokenizer, data: DataConfig, vision: VisionConfig, audio: AudioConfig | None = None
+) -> Document:
+    """The sample with as many image and audio tokens as its media give features. Of files only headers are read."""
     tokens: list[int] = []
     spans: list[tuple[int, int]] = []
     pictures: list[PlacedPicture] = []
-    is_feature: list[bool] = []
+    sounds: list[PlacedSound] = []
+    kinds: list[int] = []
     answer_start = 0
     for message in sample.messages:
         tokens += tokenizer.header(message.role, is_first=not tokens)
@@ -132,33 +167,39 @@ def align(sample: Sample, tokenizer: Tokenizer, data: DataConfig, vision: Vision
             if isinstance(part, str):
                 tokens += tokenizer.encode(part)
                 continue
+            kinds += [_WORD] * (len(tokens) - len(kinds))
+            if isinstance(part, SoundFile):
+                sounds.append(place_sound(part, data, audio, tokenizer.audio_token_id))
+                tokens += [tokenizer.audio_token_id] * sounds[-1].num_features
+                kinds += [_SOUND] * sounds[-1].num_features
+                continue
             is_video = isinstance(part, VideoFile)
             clips = place_video(part, data, vision) if is_video else [place(part, sample.where, data, vision)]
             for placed in clips:
                 pictures.append(placed)
-                is_feature += [False] * (len(tokens) - len(is_feature))
                 tokens += placed.tokens(tokenizer.image_token_id, tokenizer.newline_token_id, sample.where)
-                is_feature += [True] * placed.num_features
+                kinds += [_PICTURE] * placed.num_features
         tokens.append(tokenizer.end_token_id)
         if message.is_supervised:
             spans.append((start, len(tokens)))
-    is_feature += [False] * (len(tokens) - len(is_feature))
-    feature = np.array(is_feature)
+    kind = np.array(kinds + [_WORD] * (len(tokens) - len(kinds)))
     supervised = np.zeros(len(tokens), bool)
     for start, stop in spans:
         supervised[start:stop] = True
     return Document(
         where=sample.where,
         tokens=np.array(tokens, np.int32),
-        is_supervised=supervised & ~feature,
-        is_feature=feature,
+        is_supervised=supervised & (kind == _WORD),
+        is_feature=kind == _PICTURE,
         pictures=tuple(pictures),
+        is_sound=kind == _SOUND,
+        sounds=tuple(sounds),
         answer_start=answer_start,
     )
 
 
 def fit(document: Document, data: DataConfig) -> tuple[Document | None, Outcome]:
-    """The document as it stands in a row, by `data.too_long`; None where it is left out. No picture is ever cut.
+    """The document as it stands in a row, by `data.too_long`; None where it is left out. No medium is ever cut.
 
     Raises:
       DataError: nothing in it is learned; or it is too long for a row and `data.too_long` is `error`.
@@ -174,12 +215,17 @@ def fit(document: Document, data: DataConfig) -> tuple[Document | None, Outcome]
         return document, "whole"
     match data.too_long:
         case "error":
-            tokens, patches, *_ = document.sizes
+            tokens, patches, *_, clips = document.sizes
+            found, room = f"{tokens} tokens and {patches} patches", f"{data.row_tokens} tokens and {data.row_patches}"
+            remedy = "raise data.row_tokens or row_patches, lower data.image_max_patches, or set data.too_long=drop"
+            if clips:
+                found, room = f"{found} and {clips} clips of sound", f"{room} patches and {data.row_clips} clips"
+                remedy = "raise data.row_clips, row_tokens or row_patches, or set data.too_long=drop"
             raise DataError(
                 document.where,
-                found=f"a sample of {tokens} tokens and {patches} patches",
-                expected=f"at most {data.row_tokens} tokens and {data.row_patches} patches, one row",
-                remedy="raise data.row_tokens or row_patches, lower data.image_max_patches, or set data.too_long=drop",
+                found=f"a sample of {found}",
+                expected=f"at most {room}{'' if clips else ' patches'}, one row",
+                remedy=remedy,
             )
         case "drop_image":
             while document.pictures and not _fits(document, data):
@@ -194,7 +240,9 @@ def fit(document: Document, data: DataConfig) -> tuple[Document | None, Outcome]
 
 
 def _fits(document: Document, data: DataConfig) -> bool:
-    return len(document.tokens) <= data.row_tokens and document.num_patches <= data.row_patches
+    room = (data.row_tokens, data.row_patches, data.row_clips)
+    needed = (len(document.tokens), document.num_patches, document.num_clips)
+    return all(size <= limit for size, limit in zip(needed, room, strict=True))
 
 
 def _without_last_picture(document: Document) -> Document:
@@ -206,25 +254,32 @@ def _without_last_picture(document: Document) -> Document:
         is_supervised=np.delete(document.is_supervised, span),
         is_feature=np.delete(document.is_feature, span),
         pictures=document.pictures[: len(kept)],
+        is_sound=np.delete(document.is_sound, span),
         answer_start=document.answer_start - (length if span.start < document.answer_start else 0),
     )
 
 
 def _cut(document: Document, data: DataConfig) -> Document:
-    """The longest beginning that fits; a picture that does not fit whole goes, with all that follows."""
-    stop, patches, kept = data.row_tokens, 0, 0
-    for placed, span in zip(document.pictures, document.picture_spans(), strict=True):
-        patches += placed.num_patches
-        if span.stop > stop or patches > data.row_patches:
-            stop = min(stop, span.start)
-            break
-        kept += 1
+    """The longest beginning that fits; a picture or sound that does not fit whole goes, with all that follows."""
+    stop = data.row_tokens
+    media = (
+        (document.picture_spans(), [placed.num_patches for placed in document.pictures], data.row_patches),
+        (document.sound_spans(), [placed.num_clips for placed in document.sounds], data.row_clips),
+    )
+    for spans, sizes, room in media:
+        for span, used in zip(spans, np.cumsum(sizes), strict=True):
+            if span.stop > stop or used > room:
+                stop = min(stop, span.start)
+                break
+    num_pictures, num_sounds = (sum(span.stop <= stop for span in spans) for spans, *_ in media)
     return dataclasses.replace(
         document,
         tokens=document.tokens[:stop],
         is_supervised=document.is_supervised[:stop],
         is_feature=document.is_feature[:stop],
-        pictures=document.pictures[:kept],
+        pictures=document.pictures[:num_pictures],
+        is_sound=document.is_sound[:stop],
+        sounds=document.sounds[:num_sounds],
         answer_start=min(document.answer_start, stop),
     )
 
@@ -265,6 +320,57 @@ def place_video(video: VideoFile, data: DataConfig, vision: VisionConfig) -> lis
     starts = range(0, shape.num_frames, together)
     clips = [Clip(video=video, start=start, stop=min(start + together, shape.num_frames)) for start in starts]
     return [PlacedPicture(picture=clip, layout=over_frames(layout, clip.stop - clip.start)) for clip in clips]
+
+
+def place_sound(sound: SoundFile, data: DataConfig, audio: AudioConfig | None, token_id: int) -> PlacedSound:
+    """The sound with the room it takes; of the file, the header alone is read."""
+    refusals = {
+        "the model hears none, for model.audio.num_layers is 0": audio is None or not audio.is_present,
+        "no token stands for one, for data.audio_token is empty": token_id < 0,
+    }
+    for reason, is_so in refusals.items():
+        if is_so:
+            raise DataError(
+                sound.where,
+                found=f"a sound, {sound.path!r}",
+                expected=f"none: {reason}",
+                remedy="set what is missing, or remove the sounds",
+            )
+    assert audio is not None
+    shape = _sound_reader(sound).read_shape(sound, audio, data.sound_max_seconds)
+    return PlacedSound(sound=sound, num_clips=shape.num_clips, num_features=shape.num_features)
+
+
+def read_spectrograms(document: Document, data: DataConfig, audio: AudioConfig) -> np.ndarray:
+    """float32 [clips, frames, bins] of all sounds, one after the other; silence where `data.sounds` is `blank`."""
+    spectrograms = [np.zeros((0, audio.clip_frames, audio.mel_bins), np.float32)]
+    for placed in document.sounds:
+        reader = _sound_reader(placed.sound)
+        samples = reader.read_sound(placed.sound, data.sound_max_seconds)
+        shape = reader.shape_of(len(samples), audio)
+        if (shape.num_clips, shape.num_features) != (placed.num_clips, placed.num_features):
+            raise DataError(
+                f"{document.where}, sound {placed.sound.path!r}",
+                found=f"{shape.num_features} features of sound where its header says {placed.num_features}",
+                expected="a whole file, which stays as it is",
+                remedy="write the file again",
+            )
+        is_blank = data.sounds == "blank"
+        spectrograms.append(reader.silence(shape.num_clips, audio) if is_blank else reader.clips(samples, audio))
+    return np.concatenate(spectrograms)
+
+
+def _sound_reader(sound: SoundFile) -> ModuleType:
+    """The module that reads sounds, for whose sake alone its packages need not be there."""
+    try:
+        return importlib.import_module("mmjax.data.sounds")
+    except ImportError as error:
+        raise DataError(
+            sound.where,
+            found=f"a sound, {sound.path!r}, and no package {error.name}",
+            expected="the extra for sounds",
+            remedy="pip install 'mmjax[audio]'",
+        ) from error
 
 
 def read_pixels(placed: PlacedPicture, data: DataConfig, vision: VisionConfig) -> np.ndarray:

@@ -1,16 +1,16 @@
-"""Sound as Whisper hears it: log-mel spectrograms of clips of 30 s, in NumPy."""
+"""Sound as Whisper hears it: log-mel spectrograms, in NumPy."""
 
 import functools
 import math
-from typing import Any, NamedTuple
 
 import numpy as np
 
 SAMPLES_PER_SECOND = 16_000
-CLIP_SECONDS = 30
 WINDOW_SAMPLES = 400
 HOP_SAMPLES = 160
 MAX_HERTZ = 8000.0
+# Log-mel value of no sound at all.
+SILENCE = -1.5
 
 # The Slaney scale: linear below 1000 Hz, where 3 mels are 200 Hz, then logarithmic with 27 mels for a factor of 6.4.
 _LINEAR_HERTZ = 1000.0
@@ -18,28 +18,19 @@ _LINEAR_MELS = 15.0
 _MELS_PER_FACTOR = 27.0 / math.log(6.4)
 
 
-class Sounds(NamedTuple):
-    """Clips of B rows, beside their batch."""
-
-    spectrograms: Any
-    """[B, C, frames, bins] float32."""
-    feature_index: Any
-    """[B, S] int32: feature of the row that stands in place of this token's embedding; -1 none."""
-
-
-def log_mel(samples: np.ndarray, *, num_bins: int = 80, clip_seconds: int = CLIP_SECONDS) -> np.ndarray:
-    """float32 [100 * clip_seconds, num_bins] of mono `samples` [n] in [-1, 1] at 16 kHz, cut or padded to the clip.
+def log_mel(samples: np.ndarray, *, num_bins: int = 80, num_frames: int = 3000) -> np.ndarray:
+    """float32 [num_frames, num_bins] of mono `samples` [n] in [-1, 1] at 16 kHz, cut or padded to a clip of so many.
 
         power = |STFT|^2, window of 400 (Hann), hop of 160, reflected at both ends
         x = log10(max(mel filters . power, 1e-10));  (max(x, max(x) - 8) + 4) / 4
 
     Source: Whisper, arXiv:2212.04356, section 2.2; equal to transformers' WhisperFeatureExtractor, axes swapped.
     """
-    length = clip_seconds * SAMPLES_PER_SECOND
+    length = num_frames * HOP_SAMPLES
     clip = np.zeros(length)
     clip[: min(length, len(samples))] = samples[:length]
     padded = np.pad(clip, WINDOW_SAMPLES // 2, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW_SAMPLES)[::HOP_SAMPLES][: length // HOP_SAMPLES]
+    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW_SAMPLES)[::HOP_SAMPLES][:num_frames]
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW_SAMPLES) / WINDOW_SAMPLES)
     power = np.square(np.abs(np.fft.rfft(frames * hann)))
     loudness = np.log10(np.maximum(power @ mel_filters(num_bins), 1e-10))

@@ -7,7 +7,9 @@ import numpy as np
 
 
 class Batch(NamedTuple):
-    """B packed rows of S positions and P image patches. NumPy arrays from the loader, JAX arrays inside the step.
+    """B packed rows of S positions, P image patches and C clips of sound.
+
+    NumPy arrays from the loader, JAX arrays inside the step.
 
     Documents of a row are numbered 1, 2, ... and so are its images; 0 is padding. Images stand in the order of their
     placeholders. What a patch and a feature are depends on the tower:
@@ -44,6 +46,10 @@ class Batch(NamedTuple):
     """[B, P, 3] int32: frames, rows and columns of the image; ones in padding, so that dividing by it is safe."""
     patch_feature: Any
     """[B, P/4] int32: feature that each 2x2 group gives; -1 in padding, and where patches are not merged."""
+    spectrograms: Any
+    """[B, C, frames, bins] float32: clips of sounds in the order of their placeholders; unused ones hold silence."""
+    sound_index: Any
+    """[B, S] int32: feature of the row's clips that stands in place of this token's embedding; -1 none."""
 
 
 def digest(batch: Batch) -> str:

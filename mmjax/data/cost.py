@@ -6,7 +6,7 @@ import numpy as np
 
 from mmjax.config import DataConfig, ModelConfig, VisionConfig
 from mmjax.data.packing import Room
-from mmjax.planner.cost import training_flops, vision_training_flops
+from mmjax.planner.cost import audio_training_flops, training_flops, vision_training_flops
 
 UNIT = 1024
 """Cost of a document of one token."""
@@ -15,11 +15,11 @@ _LENGTHS = 64
 
 
 def predicted_costs(sizes: np.ndarray, model: ModelConfig | None) -> np.ndarray:
-    """int64 [n]: training FLOPs of samples of `sizes` [n, 4] (see `align.Sizes`), in 1 / UNIT of those of one token.
+    """int64 [n]: training FLOPs of samples of `sizes` [n, 5] (see `align.Sizes`), in 1 / UNIT of those of one token.
 
-    Without a model, a token costs UNIT and a patch a quarter of it.
+    Without a model, a token costs UNIT, a patch a quarter of it and a clip of sound nothing but its features' tokens.
     """
-    tokens, patches, _, squared_patches = (sizes[:, column].astype(np.float64) for column in range(4))
+    tokens, patches, _, squared_patches, clips = (sizes[:, column].astype(np.float64) for column in range(5))
     if model is None:
         return np.rint(UNIT * tokens + UNIT / 4 * patches).astype(np.int64)
     longest = max(2, int(tokens.max(initial=2)))
@@ -28,7 +28,8 @@ def predicted_costs(sizes: np.ndarray, model: ModelConfig | None) -> np.ndarray:
     text = tokens * np.interp(tokens, lengths, per_token)
     one, two = (vision_training_flops(model, number) for number in (1, 2))
     vision = patches * (2 * one - two) + squared_patches * (two - one)
-    return np.rint((text + vision) * (UNIT / per_token[0])).astype(np.int64)
+    sound = clips * audio_training_flops(model)
+    return np.rint((text + vision + sound) * (UNIT / per_token[0])).astype(np.int64)
 
 
 def row_room(data: DataConfig, vision: VisionConfig, model: ModelConfig | None) -> Room:
@@ -41,6 +42,7 @@ def row_room(data: DataConfig, vision: VisionConfig, model: ModelConfig | None) 
         patches=patches,
         image_patches=min(patches, int(min(1.0, data.quotas.image_memory) * memory / of_patch)),
         image_rows=min(1.0, data.quotas.image_rows),
+        clips=data.row_clips,
     )
 
 

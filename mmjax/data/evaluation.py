@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmjax.config import DataConfig, VisionConfig
-from mmjax.data.align import Document, align, read_patches, read_pixels
+from mmjax.config import AudioConfig, DataConfig, VisionConfig
+from mmjax.data.align import Document, align, read_patches, read_pixels, read_spectrograms
 from mmjax.data.batch import Batch
-from mmjax.data.packing import fill, first_fit
+from mmjax.data.packing import PackedDocument, fill, first_fit
 from mmjax.data.sources.conversation import Sample
 from mmjax.data.tokenizer import Tokenizer
 
@@ -42,17 +42,22 @@ class EvaluationBatch:
 
 
 def evaluation_batches(
-    samples: Iterable[Sample], tokenizer: Tokenizer, data: DataConfig, vision: VisionConfig
+    samples: Iterable[Sample],
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    vision: VisionConfig,
+    audio: AudioConfig | None = None,
 ) -> list[EvaluationBatch]:
     """The last answer of each sample is the one that is asked for; what follows it is left out."""
     questions = [_without_what_follows(sample) for sample in samples]
-    documents = [align(sample, tokenizer, data, vision) for sample in questions]
+    documents = [align(sample, tokenizer, data, vision, audio) for sample in questions]
     budget = max((len(document.tokens) - document.answer_start for document in documents), default=0)
     roomy = [
         _with_room(document, min(budget, data.row_tokens - document.answer_start), tokenizer.pad_token_id)
         for document in documents
     ]
-    rows = first_fit([document.sizes[:2] for document in roomy], (data.row_tokens, data.row_patches))
+    sizes = [(len(document.tokens), document.num_patches, document.num_clips) for document in roomy]
+    rows = first_fit(sizes, (data.row_tokens, data.row_patches, data.row_clips))
     batches = []
     for first in range(0, len(rows), data.rows):
         chosen = rows[first : first + data.rows]
@@ -74,9 +79,15 @@ def evaluation_batches(
                     )
                 )
                 start += len(document.tokens)
-        packed = [[(roomy[place], read_patches(roomy[place], data, vision)) for place in row] for row in chosen]
-        batches.append(EvaluationBatch(batch=fill(packed, data, vision, tokenizer.pad_token_id), answers=answers))
+        packed = [[_read(roomy[place], data, vision, audio) for place in row] for row in chosen]
+        batch = fill(packed, data, vision, tokenizer.pad_token_id, audio=audio)
+        batches.append(EvaluationBatch(batch=batch, answers=answers))
     return batches
+
+
+def _read(document: Document, data: DataConfig, vision: VisionConfig, audio: AudioConfig | None) -> PackedDocument:
+    spectrograms = None if audio is None else read_spectrograms(document, data, audio)
+    return PackedDocument(document, read_patches(document, data, vision), spectrograms)
 
 
 def _without_what_follows(sample: Sample) -> Sample:
@@ -91,6 +102,7 @@ def _with_room(document: Document, budget: int, pad_token_id: int) -> Document:
         tokens=np.pad(document.tokens, missing, constant_values=pad_token_id),
         is_supervised=np.pad(document.is_supervised, missing),
         is_feature=np.pad(document.is_feature, missing),
+        is_sound=np.pad(document.is_sound, missing),
     )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from mmjax.config import DataConfig, ModelConfig, VisionConfig
-from mmjax.data.align import Sizes, read_patches
+from mmjax.config import AudioConfig, DataConfig, ModelConfig, VisionConfig
+from mmjax.data.align import Sizes, read_patches, read_spectrograms
 from mmjax.data.batch import Batch
 from mmjax.data.cost import predicted_costs, quota_report, row_room
 from mmjax.data.evaluation import EvaluationBatch, evaluation_batches
@@ -43,7 +43,10 @@ ORDER_SETTINGS = (
     "patch_buckets",
     "newline_token",
     "video_frames_per_feature",
+    "row_clips",
+    "sounds",
 )
+HEARING_SETTINGS = ("clip_frames", "mel_bins", "values_per_feature")
 TOWER_SETTINGS = ("kind", "patch_pixels", "channels", "frames_per_patch", "table_rows", "table_columns")
 INDEX_FOLDER = "data_index"
 SOURCES = "sources.json"
@@ -71,14 +74,17 @@ class Loader:
         host: int = 0,
         say: Callable[[str], None] = print,
     ):
-        """`model` predicts costs; `folder`, that of the run, keeps the index, the quarantine and lost sources."""
+        """`model` predicts costs and says how sounds are heard; `folder`, that of the run, keeps the index, the
+        quarantine and lost sources.
+        """
         if split == "held_out" and data.too_long != "error":
             # A question without its picture or its answer asks something else.
             data = dataclasses.replace(data, too_long="drop")
         self._data, self._vision, self._model, self._seed, self._split = data, vision, model, seed, split
         self._num_hosts, self._say = num_hosts, say
         self.tokenizer = open_tokenizer(data)
-        self._aligner = Aligner(data, vision, self.tokenizer)
+        self._audio = model.audio if model is not None else AudioConfig()
+        self._aligner = Aligner(data, vision, self.tokenizer, self._audio)
         self._lock = threading.Lock()
         cache = IndexCache(folder / INDEX_FOLDER if folder is not None else None, is_writer=host == 0)
         self._quarantine = Quarantine(folder if split == "train" else None, is_writer=host == 0)
@@ -177,6 +183,7 @@ class Loader:
             self._data,
             self._vision,
             self.tokenizer.pad_token_id,
+            audio=self._audio,
             row_patches=self.patch_bucket(planned),
             **({"allocate": pool.full} if pool else {}),
         )
@@ -216,7 +223,7 @@ class Loader:
             return None
         waiting = self._data.lost_source_wait_seconds if self._data.lost_source == "wait" else 0
         try:
-            document, patches = patiently(lambda: self._open(source, index), waiting, self._say)
+            packed = patiently(lambda: self._open(source, index), waiting, self._say)
         except LostFileError:
             self._lose(source, step)
             return None
@@ -225,14 +232,14 @@ class Loader:
                 raise
             self._reject(number, error)
             return None
-        if document.sizes != tuple(self._sizes[number]):
+        if packed.document.sizes != tuple(self._sizes[number]):
             raise DataError(
-                document.where,
-                found="a picture of another size than when the run started",
+                packed.document.where,
+                found="a picture or sound of another size than when the run started",
                 expected="files that stay as they are",
                 remedy="start the run again",
             )
-        return document, patches
+        return packed
 
     def _open(self, source: int, index: int) -> PackedDocument:
         document, _ = self._aligner.document(self._mixture.sources[source], index)
@@ -243,7 +250,8 @@ class Loader:
                 expected="files that stay as they are",
                 remedy="start the run again",
             )
-        return document, read_patches(document, self._data, self._vision)
+        patches = read_patches(document, self._data, self._vision)
+        return PackedDocument(document, patches, read_spectrograms(document, self._data, self._audio))
 
     def _reject(self, number: int, error: DataError) -> None:
         source, index = self._mixture.locate(number)
@@ -285,7 +293,7 @@ class Loader:
         if not readable:
             raise _nothing_readable("evaluation")
         samples = [self._mixture[number] for number in readable]
-        return evaluation_batches(samples, self.tokenizer, self._data, self._vision)
+        return evaluation_batches(samples, self.tokenizer, self._data, self._vision, self._audio)
 
     def position(self, step: int) -> dict[str, int]:
         """Where the plan stands before a step, to be kept with its checkpoint: a resume packs nothing before it."""
@@ -336,6 +344,7 @@ class Loader:
             "video": dataclasses.asdict(self._data.video),
             **{name: getattr(self._vision, name) for name in TOWER_SETTINGS},
             "tilings": list(self._vision.tilings),
+            **{f"audio_{name}": getattr(self._audio, name) for name in HEARING_SETTINGS if self._audio.is_present},
             # Last: where only the model or a picture's size changed, this is what tells.
             "sizes_and_costs_digest": hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest(),
         }

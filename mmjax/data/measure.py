@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.config import DataConfig, VisionConfig
+from mmjax.config import AudioConfig, DataConfig, VisionConfig
 from mmjax.data.align import Document, Outcome, Sizes, align, fit
 from mmjax.data.index_cache import Arrays, array_text, text_array
 from mmjax.data.sources.conversation import Source
@@ -16,7 +16,7 @@ from mmjax.data.tokenizer import Tokenizer
 from mmjax.errors import DataError
 
 # Rises when the same settings and files begin to give other batches.
-PIPELINE_VERSION = 2
+PIPELINE_VERSION = 3
 # Settings that decide whether a sample can be used, and what it needs.
 SAMPLE_SETTINGS = (
     "media_root",
@@ -31,6 +31,8 @@ SAMPLE_SETTINGS = (
     "video_frames_per_feature",
     "video_max_frames",
     "video_max_seconds",
+    "row_clips",
+    "sound_max_seconds",
 )
 
 
@@ -41,7 +43,7 @@ class Measured:
     usable: np.ndarray
     """[n] int64: the samples that can be used."""
     sizes: np.ndarray
-    """[count, 4] int64: `align.Sizes` of each sample; zeros for those left out."""
+    """[count, 5] int64: `align.Sizes` of each sample; zeros for those left out."""
     outcomes: dict[str, int]
     """How many samples were bad, cut, and so on."""
     rejected: list[tuple[int, str, str]]
@@ -67,18 +69,18 @@ class Measured:
 class Aligner:
     """Samples of a source as documents that fit a row; the same settings for measuring and for reading."""
 
-    def __init__(self, data: DataConfig, vision: VisionConfig, tokenizer: Tokenizer):
-        self.data, self.vision, self.tokenizer = data, vision, tokenizer
+    def __init__(self, data: DataConfig, vision: VisionConfig, tokenizer: Tokenizer, audio: AudioConfig):
+        self.data, self.vision, self.tokenizer, self.audio = data, vision, tokenizer, audio
 
     def document(self, source: Source, index: int) -> tuple[Document | None, Outcome]:
         """Raises DataError where the sample cannot be used."""
-        return fit(align(source[index], self.tokenizer, self.data, self.vision), self.data)
+        return fit(align(source[index], self.tokenizer, self.data, self.vision, self.audio), self.data)
 
     def key(self, source: Source, count: int) -> str:
         """Names all that `measure` depends on."""
         settings: dict[str, Any] = {name: getattr(self.data, name) for name in SAMPLE_SETTINGS}
-        vision = dataclasses.asdict(self.vision)
-        return f"measured {PIPELINE_VERSION} {source.digest} {count} {settings} {vision} {self.tokenizer.digest}"
+        towers = f"{dataclasses.asdict(self.vision)} {dataclasses.asdict(self.audio)}"
+        return f"measured {PIPELINE_VERSION} {source.digest} {count} {settings} {towers} {self.tokenizer.digest}"
 
     def measure(self, source: Source, count: int, quarantined: Collection[int]) -> Measured:
         """The first `count` samples; those quarantined before stay out.

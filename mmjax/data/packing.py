@@ -2,14 +2,14 @@
 
 The rows of all epochs form one endless sequence; step k takes rows [k B, (k+1) B) of it. The order of samples is cut
 into chapters, each packed by itself into rows that are then shuffled. So a row depends on the seed and its number,
-each sample stands in each epoch exactly once, and no picture is ever cut.
+each sample stands in each epoch exactly once, and no picture or sound is ever cut.
 
 A row takes the oldest of the next `packing_window` samples, then, while any fits, the one that
 
     maximises  fill * share of the row it fills  -  | cost of the row with it - density * tokens of the row with it |
 
-where density is the chapter's cost per token and fill the cost of a full row; the share weighs positions and
-patches by how scarce they are in the chapter. So rows become full, and as dear as their tokens say on average.
+where density is the chapter's cost per token and fill the cost of a full row; the share weighs positions, patches and
+clips of sound by how scarce they are in the chapter. So rows become full, and as dear as their tokens say on average.
 
 Rows of nearly equal cost stand together: `balance_rows` of them, so that devices with one row each wait little.
 """
@@ -19,18 +19,29 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.config import DataConfig, VisionConfig
+from mmjax.config import AudioConfig, DataConfig, VisionConfig
 from mmjax.data.align import Document
+from mmjax.data.audio import SILENCE
 from mmjax.data.batch import Batch
 from mmjax.data.draws import permutation
 from mmjax.data.order import SampleOrder
 from mmjax.data.picture_layout import NEWLINE, ORDINARY
 
-PackedDocument = tuple[Document, np.ndarray]
-"""A document and its patches."""
+
+class PackedDocument(NamedTuple):
+    """A document with its media read."""
+
+    document: Document
+    patches: np.ndarray
+    """[patches, values] of its pictures."""
+    spectrograms: np.ndarray | None = None
+    """[clips, frames, bins] of its sounds; None if it has none."""
+
+
 Allocate = Callable[[tuple[int, ...], type, float], np.ndarray]
 """`(shape, dtype, value)` -> an array full of the value."""
 
@@ -42,18 +53,17 @@ KEPT_CHAPTERS = 3
 FILL_WEIGHT = 1.0
 
 
-def first_fit(sizes: Sequence[tuple[int, int]], capacity: tuple[int, int]) -> list[list[int]]:
-    """Put things of (positions, patches), each of which fits an empty row, into the first row with room for both."""
+def first_fit(sizes: Sequence[tuple[int, ...]], capacity: tuple[int, ...]) -> list[list[int]]:
+    """Put things of several sizes, each of which fits an empty row, into the first row with room for all of them."""
     rows: list[list[int]] = []
-    room: list[list[int]] = []
-    for number, (tokens, patches) in enumerate(sizes):
-        place = next((row for row, left in enumerate(room) if tokens <= left[0] and patches <= left[1]), len(rows))
+    room: list[np.ndarray] = []
+    for number, size in enumerate(np.asarray(sizes, np.int64).reshape(-1, len(capacity))):
+        place = next((row for row, left in enumerate(room) if np.all(size <= left)), len(rows))
         if place == len(rows):
             rows.append([])
-            room.append(list(capacity))
+            room.append(np.array(capacity, np.int64))
         rows[place].append(number)
-        room[place][0] -= tokens
-        room[place][1] -= patches
+        room[place] -= size
     return rows
 
 
@@ -67,25 +77,39 @@ class Room:
     """Patches that several samples of a row may have together; one sample alone may have all `patches`."""
     image_rows: float = 1.0
     """Share of the rows that may hold pictures."""
+    clips: int = 0
+    """Clips of sound."""
 
 
-def pack(tokens: np.ndarray, patches: np.ndarray, costs: np.ndarray, *, room: Room, window: int) -> list[list[int]]:
-    """Rows of samples, each sample in one row; all arrays are [n], in the order of the samples.
+def pack(
+    tokens: np.ndarray,
+    patches: np.ndarray,
+    costs: np.ndarray,
+    clips: np.ndarray | None = None,
+    *,
+    room: Room,
+    window: int,
+) -> list[list[int]]:
+    """Rows of samples, each sample in one row; all arrays are [n], in the order of the samples. No `clips`: no sounds.
 
     A row takes only from the `window` samples that are next when it is begun. Where no more than `room.image_rows` of
     the rows may hold pictures, the others take samples without pictures while there are any.
     """
     total = max(1, int(tokens.sum()))
     density = float(costs.sum()) / total
-    scarcity = np.array([total / room.tokens, patches.sum() / max(1, room.image_patches)])
+    clips = np.zeros_like(tokens) if clips is None else clips
+    scarcity = np.array(
+        [total / room.tokens, patches.sum() / max(1, room.image_patches), clips.sum() / max(1, room.clips)]
+    )
     shares = tokens * (scarcity[0] / room.tokens) + patches * (scarcity[1] / max(1, room.image_patches))
+    shares = shares + clips * (scarcity[2] / max(1, room.clips))
     gains = FILL_WEIGHT * density * room.tokens / scarcity.sum() * shares
     waiting = np.arange(min(window, len(tokens)))
     following = len(waiting)
     rows: list[list[int]] = []
     while len(waiting):
         has_images = int((len(rows) + 1) * room.image_rows) > int(len(rows) * room.image_rows)
-        row, waiting = _pack_row(waiting, (tokens, patches, costs, gains), density, room, has_images)
+        row, waiting = _pack_row(waiting, (tokens, patches, clips, costs, gains), density, room, has_images)
         rows.append(row)
         more = np.arange(following, min(len(tokens), following + len(row)))
         following += len(more)
@@ -96,22 +120,27 @@ def pack(tokens: np.ndarray, patches: np.ndarray, costs: np.ndarray, *, room: Ro
 def _pack_row(
     waiting: np.ndarray, arrays: tuple[np.ndarray, ...], density: float, room: Room, has_images: bool
 ) -> tuple[list[int], np.ndarray]:
-    """One row from the samples `waiting`, and those that are left. `arrays`: tokens, patches, costs, gains of all."""
-    tokens, patches, costs, gains = (array[waiting] for array in arrays)
+    """One row from the samples `waiting`, and those that are left.
+
+    `arrays` are tokens, patches, clips, costs and gains of all samples.
+    """
+    tokens, patches, clips, costs, gains = (array[waiting] for array in arrays)
     is_free = np.ones(len(waiting), bool)
     if not has_images and np.any(patches == 0):
         is_free &= patches == 0
     place = int(np.argmax(is_free))
     row: list[int] = []
-    used_tokens = used_patches = 0
+    used_tokens = used_patches = used_clips = 0
     cost = 0.0
     while True:
         row.append(int(waiting[place]))
         is_free[place] = False
         used_tokens += int(tokens[place])
         used_patches += int(patches[place])
+        used_clips += int(clips[place])
         cost += float(costs[place])
         fits = is_free & (tokens <= room.tokens - used_tokens) & (patches <= max(0, room.image_patches - used_patches))
+        fits &= clips <= room.clips - used_clips
         if not fits.any():
             break
         imbalance = np.abs(cost + costs - density * (used_tokens + tokens))
@@ -151,7 +180,7 @@ class RowPlan:
         balance_rows: int,
         seed: int,
     ):
-        """`sizes` [n, 2 or more] (positions, patches) and `costs` [n] are those of sample numbers."""
+        """`sizes` [n, 5] (see `align.Sizes`) and `costs` [n] are those of sample numbers."""
         self._order, self._sizes, self._costs = order, sizes, costs
         self._room, self._window, self._balance_rows, self._seed = room, window, balance_rows, seed
         # First rows of the chapters known so far, one after the other.
@@ -212,8 +241,9 @@ class RowPlan:
             while len(self._chapters) >= KEPT_CHAPTERS:
                 self._chapters.popitem(last=False)
             samples = self._order.chapter(number)
-            tokens, patches, costs = self._sizes[samples, 0], self._sizes[samples, 1], self._costs[samples]
-            rows = pack(tokens, patches, costs, room=self._room, window=self._window)
+            tokens, patches, clips = (self._sizes[samples, column] for column in (0, 1, 4))
+            costs = self._costs[samples]
+            rows = pack(tokens, patches, costs, clips, room=self._room, window=self._window)
             arranged = arrange(
                 np.array([costs[row].sum() for row in rows]),
                 first_row,
@@ -236,16 +266,21 @@ def fill(
     vision: VisionConfig,
     pad_token_id: int,
     *,
+    audio: AudioConfig | None = None,
     row_patches: int | None = None,
     allocate: Allocate = _full,
 ) -> Batch:
     """The batch of these rows (at most `data.rows`; the rest is padding), each of documents that fit it.
 
-    `row_patches` is the patch room of a row, `data.row_patches` if not given.
+    `row_patches` is the patch room of a row, `data.row_patches` if not given; there is room for sounds if `audio` is
+    that of a model with a tower for them.
     """
     num_rows, num_tokens = data.rows, data.row_tokens
     num_patches = (data.row_patches if row_patches is None else row_patches) if vision.is_present else 0
     positions, patches = (num_rows, num_tokens), (num_rows, num_patches)
+    spectrograms = (0, 0, 0)
+    if audio is not None and audio.is_present:
+        spectrograms = (data.row_clips, audio.clip_frames, audio.mel_bins)
     batch = Batch(
         tokens=allocate(positions, np.int32, pad_token_id),
         targets=allocate(positions, np.int32, pad_token_id),
@@ -258,15 +293,18 @@ def fill(
         patch_position=allocate((*patches, 3), np.int32, 0),
         patch_grid=allocate((*patches, 3), np.int32, 1),
         patch_feature=allocate((num_rows, num_patches // 4), np.int32, -1),
+        spectrograms=allocate((num_rows, *spectrograms), np.float32, SILENCE),
+        sound_index=allocate(positions, np.int32, -1),
     )
+    clip_features = audio.clip_features if audio is not None else 0
     for number, row in enumerate(rows):
-        _fill_row(Batch(*(array[number] for array in batch)), row, vision.patches_per_feature)
+        _fill_row(Batch(*(array[number] for array in batch)), row, vision.patches_per_feature, clip_features)
     return batch
 
 
-def _fill_row(row: Batch, documents: Sequence[PackedDocument], patches_per_feature: int) -> None:
-    token = patch = image = 0
-    for segment, (document, patches) in enumerate(documents, 1):
+def _fill_row(row: Batch, documents: Sequence[PackedDocument], patches_per_feature: int, clip_features: int) -> None:
+    token = patch = image = clip = 0
+    for segment, (document, patches, spectrograms) in enumerate(documents, 1):
         length = len(document.tokens)
         here = slice(token, token + length)
         row.tokens[here] = document.tokens
@@ -293,4 +331,11 @@ def _fill_row(row: Batch, documents: Sequence[PackedDocument], patches_per_featu
             image += layout.segment.max()
             patch += placed.num_patches
         row.feature_index[here][document.is_feature] = np.concatenate(features)
+        if spectrograms is not None and document.sounds:
+            row.spectrograms[clip : clip + len(spectrograms)] = spectrograms
+            heard = [np.zeros(0, np.int32)]
+            for placed in document.sounds:
+                heard.append(clip * clip_features + np.arange(placed.num_features, dtype=np.int32))
+                clip += placed.num_clips
+            row.sound_index[here][document.is_sound] = np.concatenate(heard)
         token += length

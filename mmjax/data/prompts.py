@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mmjax.config import DataConfig, VisionConfig
-from mmjax.data.align import Document, PlacedPicture, align, place, read_patches
+from mmjax.config import AudioConfig, DataConfig, VisionConfig
+from mmjax.data.align import Document, PlacedPicture, align, place, read_patches, read_spectrograms
 from mmjax.data.batch import Batch
 from mmjax.data.chat_template import ChatTemplate, read_chat_template, read_object
 from mmjax.data.files import open_regular, reason
-from mmjax.data.packing import fill
-from mmjax.data.sources.conversation import ImageFile, Message, Sample
-from mmjax.data.sources.records import MAX_RECORD_BYTES, RecordReader, decode_record
+from mmjax.data.packing import PackedDocument, fill
+from mmjax.data.sources.conversation import Message, Sample, SoundFile, VideoFile
+from mmjax.data.sources.records import MAX_RECORD_BYTES, decode_record, file_reader
 from mmjax.data.tokenizer import Tokenizer, read_tokenizer
 from mmjax.errors import DataError
 
@@ -54,8 +54,8 @@ class PromptForm(Protocol):
 class TrainingForm:
     """The form that `align` trains."""
 
-    def __init__(self, tokenizer: Tokenizer, data: DataConfig, vision: VisionConfig):
-        self._tokenizer, self._data, self._vision = tokenizer, data, vision
+    def __init__(self, tokenizer: Tokenizer, data: DataConfig, vision: VisionConfig, audio: AudioConfig | None = None):
+        self._tokenizer, self._data, self._vision, self._audio = tokenizer, data, vision, audio
         self.vocabulary_size, self.pad_token_id = tokenizer.vocabulary_size, tokenizer.pad_token_id
         self.stop_tokens = (tokenizer.end_token_id,)
 
@@ -64,7 +64,7 @@ class TrainingForm:
         documents = []
         for sample in samples:
             sample = dataclasses.replace(sample, messages=(*_questions(sample), opened))
-            document = align(sample, self._tokenizer, self._data, self._vision)
+            document = align(sample, self._tokenizer, self._data, self._vision, self._audio)
             documents.append(_document(document.where, document.tokens[: document.answer_start], document))
         return documents
 
@@ -159,6 +159,13 @@ class ReleasedForm:
 
     def _plain(self, message: Message, where: str) -> dict[str, Any]:
         """The message as templates know it; what its text merely spells is no control token."""
+        if any(isinstance(part, SoundFile | VideoFile) for part in message.parts):
+            raise DataError(
+                where,
+                found="a sound or a video",
+                expected="text and pictures, for a released tokenizer and chat template",
+                remedy="ask with text and pictures, or ask a run of this trainer",
+            )
         if all(isinstance(part, str) for part in message.parts):
             return {"role": message.role, "content": self._cut("".join(map(str, message.parts)), where)}
         parts = [
@@ -243,12 +250,14 @@ def _document(where: str, tokens: Sequence[int] | np.ndarray, pictured: Document
         is_supervised=np.zeros(length, bool),
         is_feature=np.zeros(length, bool) if pictured is None else pictured.is_feature[:length],
         pictures=() if pictured is None else pictured.pictures,
+        is_sound=np.zeros(length, bool) if pictured is None else pictured.is_sound[:length],
+        sounds=() if pictured is None else pictured.sounds,
         answer_start=length,
     )
 
 
 def read_conversations(path: Path) -> list[Sample]:
-    """The conversations of a JSONL, one a line; picture paths are relative to its folder, and stay inside it.
+    """The conversations of a JSONL, one a line; paths of media are relative to its folder, and stay inside it.
 
     Raises:
       DataError: the file or a record cannot be used.
@@ -277,8 +286,7 @@ def read_conversations(path: Path) -> list[Sample]:
 
 
 def _conversation(line: bytes, where: str, root: Path) -> Sample:
-    reader = RecordReader(where, lambda image: ImageFile(where=where, root=root, path=image))
-    return reader.read(decode_record(line, where), needs_answer=False)
+    return file_reader(where, root).read(decode_record(line, where), needs_answer=False)
 
 
 def bucket(size: int, smallest: int = 16) -> int:
@@ -287,15 +295,26 @@ def bucket(size: int, smallest: int = 16) -> int:
 
 
 def prompt_batch(
-    documents: Sequence[Document], rows: int, data: DataConfig, vision: VisionConfig, pad_token_id: int
+    documents: Sequence[Document],
+    rows: int,
+    data: DataConfig,
+    vision: VisionConfig,
+    pad_token_id: int,
+    audio: AudioConfig | None = None,
 ) -> Batch:
-    """One row a prompt, and rows of padding up to `rows`; positions and patches have room for a power of two."""
+    """One row a prompt, and rows of padding up to `rows`; positions, patches and clips have room for a power of two."""
     sizes = dataclasses.replace(
         data,
         rows=rows,
         row_tokens=bucket(max(len(document.tokens) for document in documents)),
         row_patches=bucket(max(document.num_patches for document in documents)),
+        row_clips=bucket(max(document.num_clips for document in documents), smallest=1),
         images="keep",
+        sounds="keep",
     )
-    filled = [[(document, read_patches(document, sizes, vision))] for document in documents]
-    return fill(filled, sizes, vision, pad_token_id)
+
+    def read(document: Document) -> PackedDocument:
+        spectrograms = None if audio is None else read_spectrograms(document, sizes, audio)
+        return PackedDocument(document, read_patches(document, sizes, vision), spectrograms)
+
+    return fill([[read(document)] for document in documents], sizes, vision, pad_token_id, audio=audio)

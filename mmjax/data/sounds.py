@@ -1,7 +1,9 @@
 """Sound files (WAV, FLAC, OGG): opened as safely as pictures, their length capped before decoding, as clips to hear."""
 
 import math
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import scipy.signal
@@ -9,9 +11,9 @@ import soundfile
 
 from mmjax.config import AudioConfig
 from mmjax.data import images
-from mmjax.data.audio import CLIP_SECONDS, SAMPLES_PER_SECOND, log_mel
+from mmjax.data.audio import HOP_SAMPLES, SAMPLES_PER_SECOND, SILENCE, log_mel
 from mmjax.data.files import open_regular, reason
-from mmjax.data.sources.conversation import ImageFile
+from mmjax.data.sources.conversation import ImageFile, SoundFile
 from mmjax.errors import DataError
 
 FORMATS = ("WAV", "FLAC", "OGG")
@@ -20,40 +22,83 @@ MAX_CHANNELS = 32
 EXPECTED = f"a whole sound in one of {', '.join(FORMATS)}"
 
 
-def read_sound(path: str, *, root: Path, where: str, max_seconds: float) -> np.ndarray:
-    """float32 [n] in [-1, 1]: the file at 16 kHz, the mean of its channels.
+@dataclass(frozen=True)
+class SoundShape:
+    """What the header says of a sound, and the tower makes of it."""
 
-    `path` is relative to `root` and stays inside it; `where` names the record in messages.
+    num_samples: int
+    """At 16 kHz."""
+    num_clips: int
+    num_features: int
+    """Positions it takes in a row."""
+
+
+def read_shape(sound: SoundFile, audio: AudioConfig, max_seconds: float) -> SoundShape:
+    """The shape of a sound; of the file the header alone is read.
 
     Raises:
-      DataError: not such a file, of another format, damaged, longer than `max_seconds`, or of an impossible rate.
+      DataError: as `read_sound`, as far as the header tells.
     """
-    named = f"{where}, sound {path!r}"
-    real_path = images.confined(ImageFile(where=where, root=root, path=path), named)
+    with _opened(sound, max_seconds) as file:
+        return shape_of(math.ceil(file.frames * SAMPLES_PER_SECOND / file.samplerate), audio)
+
+
+def shape_of(num_samples: int, audio: AudioConfig) -> SoundShape:
+    """Of a sound of so many samples at 16 kHz.
+
+    A clip of `clip_frames` frames of 10 ms becomes `clip_features` features; of the last clip only those count that
+    hold some of the sound, at least one.
+    """
+    length = _clip_samples(audio)
+    num_clips = max(1, math.ceil(num_samples / length))
+    last = math.ceil((num_samples - (num_clips - 1) * length) / length * audio.clip_features)
+    return SoundShape(num_samples, num_clips, (num_clips - 1) * audio.clip_features + max(1, last))
+
+
+def read_sound(sound: SoundFile, max_seconds: float) -> np.ndarray:
+    """float32 [n] in [-1, 1]: the file at 16 kHz, the mean of its channels.
+
+    Raises:
+      DataError: not such a file inside its root, of another format, damaged, longer than `max_seconds`, or of an
+        impossible rate.
+    """
+    with _opened(sound, max_seconds) as file:
+        rate, limit = file.samplerate, math.floor(max_seconds * file.samplerate)
+        # The header may claim less than the file holds.
+        samples = file.read(limit + 1, "float32", always_2d=True)
+        if len(samples) > limit:
+            raise _too_long(sound, max_seconds)
+        if len(samples) < file.frames:
+            found = f"{len(samples):,} of {file.frames:,} samples"
+            raise _refusal(sound, found, "was the file cut off?")
+        if not np.all(np.isfinite(samples)):
+            raise _refusal(sound, "samples that are no numbers", "replace it")
+    return _at_rate(samples.mean(axis=1), rate)
+
+
+@contextmanager
+def _opened(sound: SoundFile, max_seconds: float) -> Iterator[soundfile.SoundFile]:
+    """The file, its header checked."""
+    real_path = images.confined(ImageFile(where=sound.where, root=sound.root, path=sound.path), _name(sound))
     try:
-        with open_regular(real_path) as stream, soundfile.SoundFile(stream) as sound:
-            rate, channels = sound.samplerate, sound.channels
-            if sound.format not in FORMATS:
-                raise _refusal(named, f"the format {sound.format}", "convert it")
+        with open_regular(real_path) as stream, soundfile.SoundFile(stream) as file:
+            rate, channels = file.samplerate, file.channels
+            if file.format not in FORMATS:
+                raise _refusal(sound, f"the format {file.format}", "convert it")
             if not 1 <= rate <= MAX_RATE or not 1 <= channels <= MAX_CHANNELS:
-                raise _refusal(named, f"{rate} samples a second in {channels} channels", "convert it")
-            limit = math.floor(max_seconds * rate)
-            # The header may claim less than the file holds.
-            samples = np.zeros((0, 1)) if sound.frames > limit else sound.read(limit + 1, "float32", always_2d=True)
-            if max(sound.frames, len(samples)) > limit:
-                raise _refusal(named, f"more than {max_seconds:g} seconds", "cut it into parts")
-            if len(samples) < sound.frames:
-                raise _refusal(named, f"{len(samples):,} of {sound.frames:,} samples", "was the file cut off?")
+                raise _refusal(sound, f"{rate} samples a second in {channels} channels", "convert it")
+            if file.frames < 1:
+                raise _refusal(sound, "no samples", "replace it")
+            if file.frames > math.floor(max_seconds * rate):
+                raise _too_long(sound, max_seconds)
+            yield file
     except DataError:
         raise
     except OSError as error:
-        raise _refusal(named, f"no readable file ({reason(error)})", "check the path and the file") from error
+        raise _refusal(sound, f"no readable file ({reason(error)})", "check the path and the file") from error
     # libsndfile's own errors, by kind of damage.
     except (soundfile.SoundFileError, RuntimeError, ValueError, OverflowError, MemoryError) as error:
-        raise _refusal(named, f"no sound ({error})", "convert or replace it") from error
-    if not len(samples) or not np.all(np.isfinite(samples)):
-        raise _refusal(named, "no samples" if not len(samples) else "samples that are no numbers", "replace it")
-    return _at_rate(samples.mean(axis=1), rate)
+        raise _refusal(sound, f"no sound ({error})", "convert or replace it") from error
 
 
 def _at_rate(samples: np.ndarray, rate: int) -> np.ndarray:
@@ -62,19 +107,29 @@ def _at_rate(samples: np.ndarray, rate: int) -> np.ndarray:
     return np.clip(resampled, -1, 1).astype(np.float32)
 
 
-def clips(samples: np.ndarray, audio: AudioConfig) -> tuple[np.ndarray, int]:
-    """(float32 [clips, frames, bins], features): log-mel clips of a sound, and how many features stand for it.
-
-    A clip of `clip_frames` frames of 10 ms becomes `clip_features` features; of the last clip only those count that
-    hold some of the sound, at least one.
-    """
-    seconds = audio.clip_frames * CLIP_SECONDS // 3000
-    length = seconds * SAMPLES_PER_SECOND
+def clips(samples: np.ndarray, audio: AudioConfig) -> np.ndarray:
+    """float32 [clips, frames, bins]: log-mel clips of a sound at 16 kHz. `shape_of` counts their features."""
+    length = _clip_samples(audio)
     parts = [samples[start : start + length] for start in range(0, max(1, len(samples)), length)]
-    spectrograms = [log_mel(part, num_bins=audio.mel_bins, clip_seconds=seconds) for part in parts]
-    last = math.ceil(len(parts[-1]) / length * audio.clip_features)
-    return np.stack(spectrograms), (len(parts) - 1) * audio.clip_features + max(1, last)
+    return np.stack([log_mel(part, num_bins=audio.mel_bins, num_frames=audio.clip_frames) for part in parts])
 
 
-def _refusal(where: str, found: str, remedy: str) -> DataError:
-    return DataError(where, found=found, expected=EXPECTED, remedy=remedy)
+def silence(num_clips: int, audio: AudioConfig) -> np.ndarray:
+    """`clips` of a sound without any sound in it."""
+    return np.full((num_clips, audio.clip_frames, audio.mel_bins), SILENCE, np.float32)
+
+
+def _clip_samples(audio: AudioConfig) -> int:
+    return audio.clip_frames * HOP_SAMPLES
+
+
+def _name(sound: SoundFile) -> str:
+    return f"{sound.where}, sound {sound.path!r}"
+
+
+def _too_long(sound: SoundFile, max_seconds: float) -> DataError:
+    return _refusal(sound, f"more than {max_seconds:g} seconds", "cut it into parts, or raise data.sound_max_seconds")
+
+
+def _refusal(sound: SoundFile, found: str, remedy: str) -> DataError:
+    return DataError(_name(sound), found=found, expected=EXPECTED, remedy=remedy)

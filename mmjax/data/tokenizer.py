@@ -8,7 +8,7 @@ where the header is one token of the bytes tokenizer, and the role's name and a 
 `tokenizer.json`: a header stands only after an end token, so the same words inside a message are nothing but words.
 With `data.start_token` this token stands before the role, and a line break between messages: ChatML, if the tokens are
 "<|im_start|>" and "<|im_end|>".
-A picture is one image token for each merged patch.
+A picture is one image token for each merged patch, a sound one audio token for each of its features.
 """
 
 import hashlib
@@ -34,6 +34,7 @@ class Tokenizer(Protocol):
     image_token_id: int
     newline_token_id: int | None
     """Ends each row of a picture's patches, for towers that want one."""
+    audio_token_id: int
     end_token_id: int
     digest: str
 
@@ -62,17 +63,19 @@ def open_tokenizer(data: DataConfig) -> Tokenizer:
                 end_token=data.end_token,
                 newline_token=data.newline_token,
                 start_token=data.start_token,
+                audio_token=data.audio_token,
             )
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8, then pad, the roles, image, end of message."""
+    """The 256 bytes of UTF-8, then pad, the roles, image, end of message, audio."""
 
     pad_token_id = 256
     image_token_id = 260
     newline_token_id: int | None = ord("\n")
     end_token_id = 261
-    vocabulary_size = 262
+    audio_token_id = 262
+    vocabulary_size = 263
     digest = "bytes, version 1"
 
     def encode(self, text: str) -> list[int]:
@@ -88,12 +91,23 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json` of the tokenizers library."""
 
-    def __init__(self, path: Path, *, image_token: str, end_token: str, newline_token: str = "", start_token: str = ""):
+    def __init__(
+        self,
+        path: Path,
+        *,
+        image_token: str,
+        end_token: str,
+        newline_token: str = "",
+        start_token: str = "",
+        audio_token: str = "",
+    ):
         self._tokenizer, content = read_tokenizer(path)
         # Special tokens spelt in a text are then split like any other text.
         self._tokenizer.encode_special_tokens = True
         added = {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
         given = {"image_token": image_token, "end_token": end_token, "start_token": start_token}
+        # Joined where there is one, so that the digests of runs without sounds stay what they were.
+        given |= {"audio_token": audio_token} if audio_token else {}
         control = {setting: token for setting, token in given.items() if token or setting == "end_token"}
         for setting, token in control.items():
             if token not in added or len(token) < 2:
@@ -105,8 +119,9 @@ class FileTokenizer:
         if len(set(control.values())) < len(control):
             raise _refusal(path, f"one token for several of {', '.join(control)}", "set different tokens")
         self.end_token_id = added[end_token]
-        # Without a token for pictures there are none: a place that no text can take.
+        # Without a token for pictures or sounds there are none: a place that no text can take.
         self.image_token_id = added[image_token] if image_token else -1
+        self.audio_token_id = added[audio_token] if audio_token else -1
         self.newline_token_id = self._tokenizer.token_to_id(newline_token) if newline_token else None
         if newline_token and self.newline_token_id is None:
             remedy = "set data.newline_token to a token of the file"
@@ -131,7 +146,7 @@ class FileTokenizer:
             raise _refusal(
                 self._path,
                 "ordinary text that becomes a control token",
-                "choose tokens that no text is normalised to for data.image_token and data.end_token",
+                "choose tokens that no text is normalised to for data.image_token, audio_token and end_token",
             )
         return ids
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmjax.config import ModelConfig
-from mmjax.data.audio import Sounds
 from mmjax.data.batch import Batch
 from mmjax.models.audio import AudioProjector, AudioTower, hear
 from mmjax.models.cache import DecoderCache
@@ -17,6 +16,7 @@ from mmjax.models.decoder import Decoder, LayerRecord
 from mmjax.models.moe import RouterBias
 from mmjax.models.qwen_vision import token_positions
 from mmjax.models.towers import VisualFeatures, make_projector, make_tower, read_pictures
+from mmjax.parallel import context
 
 # Arrays of a model by dotted path, e.g. "decoder.segments.0.layers.1.mixer.query".
 Arrays = dict[str, Any]
@@ -40,7 +40,6 @@ class MultimodalModel(nnx.Module):
         self,
         batch: Batch,
         *,
-        sounds: Sounds | None = None,
         cache: DecoderCache | None = None,
         keep_hidden: bool = False,
     ) -> tuple[jax.Array, tuple[tuple[LayerRecord, ...], ...]]:
@@ -49,14 +48,13 @@ class MultimodalModel(nnx.Module):
         With a `cache` each row is one document that goes on behind what it holds (see `Decoder`).
         """
         embeddings = self.decoder.embed(batch.tokens)
-        return self.from_embeddings(embeddings, batch, sounds=sounds, cache=cache, keep_hidden=keep_hidden)
+        return self.from_embeddings(embeddings, batch, cache=cache, keep_hidden=keep_hidden)
 
     def from_embeddings(
         self,
         embeddings: jax.Array,
         batch: Batch,
         *,
-        sounds: Sounds | None = None,
         cache: DecoderCache | None = None,
         keep_hidden: bool = False,
     ) -> tuple[jax.Array, tuple[tuple[LayerRecord, ...], ...]]:
@@ -68,8 +66,8 @@ class MultimodalModel(nnx.Module):
             if pictures.deep is not None:
                 nothing = jnp.zeros_like(embeddings)
                 additions = jax.vmap(lambda deep: place_features(nothing, deep, batch.feature_index))(pictures.deep)
-        if sounds is not None:
-            embeddings = place_features(embeddings, self.sound_features(sounds), sounds.feature_index)
+        if self.model.audio.is_present and batch.spectrograms.shape[1]:
+            embeddings = place_features(embeddings, self.sound_features(batch), batch.sound_index)
         return self.decoder(
             embeddings, batch.segment_ids, positions, additions=additions, cache=cache, keep_hidden=keep_hidden
         )
@@ -77,14 +75,17 @@ class MultimodalModel(nnx.Module):
     def positions(self, batch: Batch) -> jax.Array:
         """What rotation turns tokens by: [b, s], or [3, b, s] (frame, row and column) if there are pictures."""
         has_pictures = self.model.vision.is_present and batch.patches.shape[1]
-        return (
-            token_positions(batch) if has_pictures and self.model.grouped_attention.rotary.sections else batch.positions
-        )
+        if not (has_pictures and self.model.grouped_attention.rotary.sections):
+            return batch.positions
+        # They count along whole rows.
+        feature_index, positions = context.gather_positions(batch.feature_index, batch.positions)
+        whole = token_positions(batch._replace(feature_index=feature_index, positions=positions))
+        return context.own_positions(whole, axis=2)
 
-    def sound_features(self, sounds: Sounds) -> jax.Array:
+    def sound_features(self, batch: Batch) -> jax.Array:
         """Projected features [b, F, d] of each row's sounds, in the compute dtype."""
-        spectrograms = sounds.spectrograms.astype(self.model.compute_dtype)
-        return hear(self.audio, self.audio_projector, spectrograms, sounds.feature_index)
+        spectrograms = batch.spectrograms.astype(self.model.compute_dtype)
+        return hear(self.audio, self.audio_projector, spectrograms, batch.sound_index)
 
     def picture_features(self, batch: Batch) -> VisualFeatures:
         """Projected features of each row's pictures, in the compute dtype."""
@@ -94,9 +95,9 @@ class MultimodalModel(nnx.Module):
 
 def place_features(embeddings: jax.Array, features: jax.Array, feature_index: jax.Array) -> jax.Array:
     """`embeddings` [b, s, d] with `features` [b, f, d] in place of the tokens whose `feature_index` [b, s] is >= 0."""
-    is_image = feature_index >= 0
-    rows = jnp.take_along_axis(features, jnp.where(is_image, feature_index, 0)[..., None], axis=1)
-    return jnp.where(is_image[..., None], rows, embeddings)
+    is_feature = feature_index >= 0
+    rows = jnp.take_along_axis(features, jnp.where(is_feature, feature_index, 0)[..., None], axis=1)
+    return jnp.where(is_feature[..., None], rows, embeddings)
 
 
 @dataclass(frozen=True)

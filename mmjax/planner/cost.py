@@ -200,6 +200,33 @@ def vision_training_flops(model: ModelConfig, image_patches: int, tuning: Tuning
 
 
 @dataclass(frozen=True)
+def audio_forward_flops(model: ModelConfig) -> float:
+    """FLOPs of one clip of sound; 0 without a tower.
+
+    2 for each weight of convolutions, encoder and projector at each value or frame it works on, and each clip's
+    attention to itself. Clips are filled with silence, which costs as much.
+    """
+    audio = model.audio
+    if not audio.is_present:
+        return 0.0
+    heads_width, taps = audio.num_heads * audio.head_width, 3
+    convolutions = audio.clip_frames * taps * audio.mel_bins * audio.width
+    convolutions += audio.clip_values * taps * audio.width**2
+    layer_weights = 4 * audio.width * heads_width + 2 * audio.width * audio.hidden_width
+    encoder = audio.num_layers * audio.clip_values * layer_weights
+    joined = audio.values_per_feature * audio.width
+    projector = audio.clip_features * audio.projector_width * (joined + model.width)
+    attention = audio.num_layers * 4 * heads_width * audio.clip_values**2
+    return _FLOPS_PER_WEIGHT * (convolutions + encoder + projector) + attention
+
+
+def audio_training_flops(model: ModelConfig, tuning: Tuning = FULL) -> float:
+    """FLOPs of one clip: 3 x forward; 2 x in a frozen tower with adapters, 1 x in one without."""
+    has_adapters = any(part == "audio" or path.startswith("audio") for part, path, _ in tuning.adapted or ())
+    factor = TRAINING_FACTOR if tuning.kind == "full" else 2 if has_adapters else 1
+    return factor * audio_forward_flops(model)
+
+
 class BatchFlops:
     """FLOPs of the forward and backward passes of real tokens and real patches; padding counts nothing."""
 

@@ -93,14 +93,15 @@ def num_moments(array: ParameterArray, optimizer: str) -> int:
 
 
 def row_bytes(config: RunConfig) -> float:
-    """Bytes of one row of a batch on a device: positions are split over context, patches are not.
+    """Bytes of one row of a batch on a device: positions are split over context, patches and clips are not.
 
-    Position: tokens, targets, loss weight, segment, position, feature, 4 bytes each. Patch: float32 pixels, segment,
-    3 of position, 3 of grid. Feature: 4.
+    Position: tokens, targets, loss weight, segment, position, feature of a picture and of a sound, 4 bytes each. Patch:
+    float32 pixels, segment, 3 of position, 3 of grid. Feature: 4. Clip: float32 spectrogram.
     """
-    vision = config.model.vision
+    vision, audio = config.model.vision, config.model.audio
     patch = 4 * (vision.patch_values + 1 + 3 + 3) + 4 / 4
-    return 24 * config.data.row_tokens / config.mesh.context + patch * config.data.row_patches
+    clips = 4 * audio.clip_frames * audio.mel_bins * config.data.row_clips if audio.is_present else 0
+    return 28 * config.data.row_tokens / config.mesh.context + patch * config.data.row_patches + clips
 
 
 # Which kind of layer the arrays of a part belong to.

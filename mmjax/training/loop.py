@@ -401,7 +401,7 @@ def open_evaluator(config: RunConfig, mesh: Mesh) -> Evaluator | None:
     """None where nothing is held out."""
     if not has_held_out(config.data):
         return None
-    return Evaluator(config, Loader(config.data, config.model.vision, config.seed, "held_out"), mesh)
+    return Evaluator(config, Loader(config.data, config.model.vision, config.seed, "held_out", model=config.model), mesh)
 
 
 class HeldOut:

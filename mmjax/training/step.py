@@ -173,6 +173,8 @@ def batch_specs() -> Batch:
         patch_grid=spec("batch", None, None),
         patch_feature=spec("batch", None),
     )
+        spectrograms=spec("batch", None, None, None),
+        sound_index=row,
 
 
 def place_batch(batch: Batch, mesh: Mesh) -> Batch:

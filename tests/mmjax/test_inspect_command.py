@@ -54,7 +54,7 @@ def test_every_token_is_shown_once_and_its_colour_is_its_loss_mask() -> None:
     tokenizer = ByteTokenizer()
     document = align(Sample(where="here", messages=messages), tokenizer, DataConfig(), VisionConfig(patch_pixels=4))
     found = list(inspect.runs(document, tokenizer))
-    assert [run.picture for run in found if run.kind == "picture"] == [0, 1]
+    assert [run.number for run in found if run.kind == "picture"] == [0, 1]
     num_features = sum(placed.num_features for placed in document.pictures)
     assert sum(len(run.texts) for run in found) + num_features == len(document.tokens)
     learned = [text for run in found if run.kind == "learned" for text in run.texts]

@@ -1,4 +1,4 @@
-"""What a source gives: conversations made of text and pictures."""
+"""What a source gives: conversations made of text, pictures, videos and sounds."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,9 +47,21 @@ class VideoFile:
     """As the record writes it, relative to `root`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SoundFile:
+    """A sound in a file that nobody has opened yet."""
+
+    where: str
+    """The record that names it, for messages."""
+    root: Path
+    """Folder that it must lie in."""
+    path: str
+    """As the record writes it, relative to `root`."""
+
+
 Picture = np.ndarray | ImageFile | ImageContent
 """uint8 [height, width] or [height, width, 3], or something to decode."""
-Part = str | Picture | VideoFile
+Part = str | Picture | VideoFile | SoundFile
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +90,8 @@ class Sample:
 
     @property
     def pictures(self) -> Iterator[Picture]:
-        return (part for message in self.messages for part in message.parts if not isinstance(part, str | VideoFile))
+        parts = (part for message in self.messages for part in message.parts)
+        return (part for part in parts if not isinstance(part, str | VideoFile | SoundFile))
 
 
 class Source(Protocol):

@@ -10,7 +10,8 @@
 In a string, each `<image>` takes the next entry of `images` (a list) or `image` (one, or a list). In a list of parts,
 text is taken literally; a picture is {"type": "image"} with its path under "image" or "path", or taking the next
 entry, or OpenAI's {"type": "image_url", "image_url": {"url": path}}. Videos are named in the same ways: `<video>`,
-`videos` or `video`, parts of type "video"; in a record without them `<video>` is text. "weight": 0 or "loss": false
+`videos` or `video`, parts of type "video"; and sounds: `<audio>`, `audios` or `audio`, parts of type "audio". In a
+record without videos `<video>` is text, and so is `<audio>` in one without sounds. "weight": 0 or "loss": false
 keeps an answer out of the loss. "system" beside "conversations" is a system message.
 """
 
@@ -21,12 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mmjax.data.sources.conversation import ROLES, ImageFile, Message, Part, Picture, Role, Sample, VideoFile
+from mmjax.data.sources.conversation import ROLES, ImageFile, Message, Part, Picture, Role, Sample, SoundFile, VideoFile
 from mmjax.errors import DataError
 
 MAX_RECORD_BYTES = 16 * 2**20
 # Content this trainer does not read; to pass over it would train on something else than the record says.
-UNREAD_KEYS = ("audios", "audio", "tools")
+UNREAD_KEYS = ("tools",)
 SHAREGPT_ROLES: dict[str, Role] = {
     "system": "system",
     "human": "user",
@@ -38,10 +39,11 @@ MESSAGE_KEYS = {"role", "content", "name", "weight", "loss"}
 
 
 class Marker(enum.Enum):
-    """Stands in a message for the next entry of the record's images or videos."""
+    """Stands in a message for the next entry of the record's images, videos or sounds."""
 
     IMAGE = "image"
     VIDEO = "video"
+    AUDIO = "audio"
 
 
 def decode_record(line: bytes, where: str) -> Any:
@@ -76,12 +78,14 @@ class RecordReader:
         picture: Callable[[Any], Picture],
         image_kinds: tuple[type, ...] = (str,),
         video: Callable[[str], VideoFile] | None = None,
+        sound: Callable[[str], SoundFile] | None = None,
     ):
         """`picture` makes a picture of an entry of "images", which is of `image_kinds`, or of a path in a message.
 
-        `video` makes one of a path; without it videos are refused.
+        `video` and `sound` make one of a path; without them such media are refused.
         """
-        self.where, self._picture, self._image_kinds, self._video = where, picture, image_kinds, video
+        self.where, self._picture, self._image_kinds = where, picture, image_kinds
+        self._from_path = {Marker.VIDEO: video, Marker.AUDIO: sound}
         self._markers: tuple[Marker, ...] = (Marker.IMAGE,)
 
     def refuse(self, found: str, expected: str, remedy: str, where: str = "") -> NoReturn:
@@ -93,16 +97,15 @@ class RecordReader:
         Without `needs_answer` it may end with a question that nobody has answered yet.
         """
         turns = self._turns(record)
-        for key in UNREAD_KEYS if self._video else (*UNREAD_KEYS, "videos", "video"):
+        refused = [marker.value for marker, make in self._from_path.items() if make is None]
+        for key in (*UNREAD_KEYS, *(f"{kind}{plural}" for kind in refused for plural in ("s", ""))):
             if record.get(key):
                 self.refuse(f'"{key}"', "text and images", f'convert the record, or remove its "{key}"')
         if not turns:
             self.refuse("an empty conversation", "at least one question and one answer", "remove the record")
-        entries = {
-            Marker.IMAGE: self._entries(record, "image", self._image_kinds),
-            Marker.VIDEO: self._entries(record, "video", (str,)),
-        }
-        self._markers = (*Marker,) if entries[Marker.VIDEO] else (Marker.IMAGE,)
+        kinds = {Marker.IMAGE: self._image_kinds, Marker.VIDEO: (str,), Marker.AUDIO: (str,)}
+        entries = {marker: self._entries(record, marker.value, kinds[marker]) for marker in Marker}
+        self._markers = tuple(marker for marker in Marker if marker is Marker.IMAGE or entries[marker])
         rest = {marker: iter(of_kind) for marker, of_kind in entries.items()}
         counts = dict.fromkeys(Marker, 0)
         messages = []
@@ -172,12 +175,13 @@ class RecordReader:
     def _medium(self, marker: Marker, entry: Any) -> Part:
         if marker is Marker.IMAGE:
             return self._picture(entry)
-        if self._video is None:
-            self.refuse(f"a video {shown(entry)}", "text and images", "remove it")
-        return self._video(entry)
+        make = self._from_path[marker]
+        if make is None:
+            self.refuse(f"{marker.value} {shown(entry)}", "text and images", "remove it")
+        return make(entry)
 
     def _message(self, message: Any, where: str) -> tuple[Role, bool, list[Part | Marker]]:
-        """Role, whether it is supervised, and parts, some still to be taken from the record's images and videos."""
+        """Role, whether it is supervised, and parts, some still to be taken from the record's media."""
         if not isinstance(message, dict):
             self.refuse(shown(message), 'an object with "role" and "content"', "correct the message", where)
         # A table has all its columns in each row: an empty one says nothing.
@@ -218,12 +222,13 @@ class RecordReader:
                 return self._picture(path)
             case {"type": "image_url", "image_url": {"url": str(path)}} | {"type": "image_url", "image_url": str(path)}:
                 return self._picture(path)
-            case {"type": "video", "video": str(path)} | {"type": "video", "path": str(path)} if self._video:
-                return self._video(path)
             case {"type": "image"} if len(entry) == 1:
                 return Marker.IMAGE
-            case {"type": "video"} if len(entry) == 1 and Marker.VIDEO in self._markers:
-                return Marker.VIDEO
+            case {"type": "video" | "audio" as kind} if len(entry) == 1 and Marker(kind) in self._markers:
+                return Marker(kind)
+            case {"type": "video" | "audio" as kind, **rest} if make := self._from_path[Marker(kind)]:
+                if len(rest) == 1 and isinstance(path := rest.get(kind, rest.get("path")), str):
+                    return make(path)
         raise DataError(
             f"{self.where}{where}",
             found=f"part {shown(entry)}",
@@ -233,11 +238,12 @@ class RecordReader:
 
 
 def file_reader(where: str, media_root: Path) -> RecordReader:
-    """A reader of records whose pictures and videos are files in a folder."""
+    """A reader of records whose pictures, videos and sounds are files in a folder."""
     return RecordReader(
         where,
         lambda path: ImageFile(where=where, root=media_root, path=path),
         video=lambda path: VideoFile(where=where, root=media_root, path=path),
+        sound=lambda path: SoundFile(where=where, root=media_root, path=path),
     )
 
 

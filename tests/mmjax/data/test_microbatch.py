@@ -26,8 +26,9 @@ def test_rows_without_cost_balance():
 
 def batch(pool: BufferPool, value: float, rows: int = 2, patches: int = 8) -> Batch:
     shapes = [(rows, 16)] * 6 + [(rows, patches, 48), (rows, patches), (rows, patches, 3), (rows, patches, 3)]
-    kinds = [np.float32 if number in (2, 6) else np.int32 for number in range(11)]
-    return Batch(*(pool.full(shape, kind, value) for shape, kind in zip([*shapes, (rows, 2)], kinds, strict=True)))
+    shapes += [(rows, 2), (rows, 1, 10, 4), (rows, 16)]
+    kinds = [np.float32 if number in (2, 6, 11) else np.int32 for number in range(13)]
+    return Batch(*(pool.full(shape, kind, value) for shape, kind in zip(shapes, kinds, strict=True)))
 
 
 def test_memory_is_used_again_only_when_its_last_holder_has_let_go():
@@ -40,12 +41,12 @@ def test_memory_is_used_again_only_when_its_last_holder_has_let_go():
     assert not any(np.shares_memory(one, other) for one, other in itertools.product(first, second))
     pool.release(first)
     third = batch(pool, 3)
-    assert pool.report().num_reused == 11 and np.all(second.patches == 2) and np.all(third.patches == 3)
+    assert pool.report().num_reused == 13 and np.all(second.patches == 2) and np.all(third.patches == 3)
     assert {array.__array_interface__["data"][0] for array in third} == {
         array.__array_interface__["data"][0] for array in first
     }
     report = pool.report()
-    assert report.num_slabs == 22 and report.used_bytes == report.held_bytes and report.idle_share == 0
+    assert report.num_slabs == 26 and report.used_bytes == report.held_bytes and report.idle_share == 0
 
 
 def test_fragmentation_is_measured_and_bounded():
@@ -75,7 +76,7 @@ def test_batches_on_the_devices_stay_what_they_were_while_host_memory_is_used_ag
         pool,
     )
     placed = [next(feed) for _ in range(6)]
-    assert pool.report().num_slabs == 11 and pool.report().num_reused == 55
+    assert pool.report().num_slabs == 13 and pool.report().num_reused == 65
     for step, one in enumerate(placed):
         assert all(np.all(np.asarray(array) == step) for array in one)
     with pytest.raises(StopIteration):

@@ -10,6 +10,7 @@ import PIL.Image
 import pytest
 
 from mmjax.config import (
+    AudioConfig,
     DataConfig,
     FullAttentionConfig,
     LinearAttentionConfig,
@@ -21,9 +22,11 @@ from mmjax.config import (
 )
 from mmjax.data.batch import Batch, supervised_tokens
 from mmjax.data.loader import Loader
-from mmjax.data.packing import fill
+from mmjax.data.packing import PackedDocument, fill
 from mmjax.parallel.mesh import make_mesh
 from mmjax.training.step import abstract_state, make_value_and_gradient, place_batch
+
+soundfile = pytest.importorskip("soundfile")
 
 MODEL = ModelConfig(
     width=16,
@@ -43,13 +46,19 @@ MODEL = ModelConfig(
     ),
     moe=MoeConfig(num_experts=4, experts_per_token=2, expert_width=8, latent_width=8, num_dense_layers=1),
     vision=VisionConfig(num_layers=1, width=8, num_heads=1, head_width=8, hidden_width=16, patch_pixels=2),
+    audio=AudioConfig(
+        num_layers=1, width=8, num_heads=1, head_width=8, hidden_width=16, mel_bins=6, clip_frames=20, projector_width=8
+    ),
     remat="none",
 )
 # Two devices: whatever a sample alone needs, one of them has neither text nor pictures.
 MESH = MeshConfig(expert=2)
 # (pictures of the first turn, of the second; answers): text alone, one, two and three pictures, and several turns.
 SAMPLES = [((0,), 3), ((1,), 2), ((2,), 9), ((3,), 1), ((0, 0), 4), ((1, 2), 5), ((0, 1), 2), ((0,), 12)]
+# Seconds of the sounds of some samples, asked about in their last turn; a clip is 0.2 s and gives two features.
+SOUNDS = {3: (0.15,), 5: (0.05, 0.35), 7: (0.2,)}
 TOWER = ("vision.", "projector.")
+HEARING = ("audio.", "audio_projector.")
 
 
 def write(folder: Path) -> str:
@@ -64,7 +73,11 @@ def write(folder: Path) -> str:
                 PIL.Image.fromarray(random.integers(0, 256, (*side, 3), np.uint8)).save(folder / names[-1])
             turns.append({"role": "user", "content": "<image>" * count + f"q{number}"})
             turns.append({"role": "assistant", "content": "abcdefghijklm"[:answer]})
-        lines.append(json.dumps({"messages": turns, "images": names}) + "\n")
+        heard = [f"{number}-{sound}.wav" for sound in range(len(SOUNDS.get(number, ())))]
+        for name, seconds in zip(heard, SOUNDS.get(number, ()), strict=True):
+            soundfile.write(folder / name, 0.3 * random.normal(size=round(16_000 * seconds)), 16_000)
+        turns[-2]["content"] += "<audio>" * len(heard)
+        lines.append(json.dumps({"messages": turns, "images": names, "audios": heard}) + "\n")
     (folder / "d.jsonl").write_text("".join(lines))
     return str(folder / "d.jsonl")
 
@@ -75,7 +88,12 @@ def numbers(request, tmp_path_factory):
     dtype = request.param
     model = dataclasses.replace(MODEL, parameter_dtype=dtype, compute_dtype=dtype)
     data = DataConfig(
-        source=write(tmp_path_factory.mktemp("records")), rows=4, row_tokens=48, row_patches=64, image_max_patches=36
+        source=write(tmp_path_factory.mktemp("records")),
+        rows=4,
+        row_tokens=48,
+        row_patches=64,
+        image_max_patches=36,
+        row_clips=3,
     )
     config = RunConfig(model=model, data=data, mesh=MESH)
     mesh = make_mesh(MESH)
@@ -99,7 +117,7 @@ def alone(loader: Loader, number: int, row: int = 0) -> Batch:
     assert packed is not None
     rows = [[], [], [], []]
     rows[row].append(packed)
-    return fill(rows, loader._data, loader._vision, loader.tokenizer.pad_token_id)
+    return fill(rows, loader._data, loader._vision, loader.tokenizer.pad_token_id, audio=MODEL.audio)
 
 
 def check_mean(run, batch: Batch, parts: list[Batch], tolerance: float) -> None:
@@ -129,18 +147,18 @@ def test_a_packed_batch_is_the_mean_of_its_samples(numbers):
 
 def only(loader: Loader, numbers: list[list[int]]) -> Batch:
     rows = [[packed for number in row if (packed := loader._read(number, 0))] for row in numbers]
-    return fill(rows, loader._data, loader._vision, loader.tokenizer.pad_token_id)
+    return fill(rows, loader._data, loader._vision, loader.tokenizer.pad_token_id, audio=MODEL.audio)
 
 
-@pytest.mark.parametrize("rows", [[[0, 4], [7], [], []], [[1], [2], [3], [6]], [[0], [4], [1], [7]]])
-def test_batches_of_text_of_pictures_and_with_pictures_on_one_device_alone_give_the_same_gradients(rows, numbers):
+@pytest.mark.parametrize("rows", [[[0, 4], [], [], []], [[1], [2], [3], [6]], [[0], [4], [1], [5]]])
+def test_batches_of_text_of_media_and_with_media_on_one_device_alone_give_the_same_gradients(rows, numbers):
     run, loader, tolerance = numbers
     batch = only(loader, rows)
     check_mean(run, batch, [alone(loader, number) for row in rows for number in row], tolerance)
     _, _, _, gradients = run(batch)
-    tower = [gradient for name, gradient in gradients.items() if name.startswith(TOWER)]
-    has_pictures = bool((batch.feature_index >= 0).any())
-    assert tower and any(np.any(gradient) for gradient in tower) == has_pictures
+    for names, index in ((TOWER, batch.feature_index), (HEARING, batch.sound_index)):
+        tower = [gradient for name, gradient in gradients.items() if name.startswith(names)]
+        assert tower and any(np.any(gradient) for gradient in tower) == bool((index >= 0).any())
 
 
 def test_where_a_sample_stands_does_not_matter(numbers):
@@ -154,12 +172,12 @@ def test_where_a_sample_stands_does_not_matter(numbers):
 def test_swapping_two_pictures_of_a_sample_changes_that_sample_only(numbers):
     run, loader, _ = numbers
     batch = only(loader, [[2], [1], [], []])
-    document, patches = loader._read(2, 0)
+    document, patches, _ = loader._read(2, 0)
     sizes = [placed.num_patches for placed in document.pictures]
     other = dataclasses.replace(document, pictures=document.pictures[::-1])
     swapped = np.concatenate([patches[sizes[0] :], patches[: sizes[0]]])
-    rows = [[(other, swapped)], [loader._read(1, 0)], [], []]
-    changed = fill(rows, loader._data, loader._vision, loader.tokenizer.pad_token_id)
+    rows = [[PackedDocument(other, swapped)], [loader._read(1, 0)], [], []]
+    changed = fill(rows, loader._data, loader._vision, loader.tokenizer.pad_token_id, audio=MODEL.audio)
     assert abs(run(changed)[0] - run(batch)[0]) > 1e-9
     np.testing.assert_array_equal(changed.patches[1], batch.patches[1])
     for field, one, two in zip(Batch._fields, batch, changed, strict=True):

@@ -26,13 +26,14 @@ def real_lengths() -> np.ndarray:
 
 
 def mixture(count: int, row_tokens: int, seed: int = 0) -> np.ndarray:
-    """Sizes [count, 4]: texts of real lengths, half of them with one to three pictures of all shapes."""
+    """Sizes [count, 5]: texts of real lengths, half of them with one to three pictures of all shapes."""
     random = np.random.default_rng(seed)
     tokens = np.minimum(random.choice(real_lengths(), count), row_tokens // 2)
     images = np.where(random.random((count, 1)) < 0.5, random.integers(4, 65, (count, 3)) * 4, 0)
     images *= np.arange(3)[None, :] < random.integers(1, 4, count)[:, None]
     patches = images.sum(axis=1)
-    return np.stack([tokens + patches // 4, patches, tokens // 2, (images**2).sum(axis=1)], axis=1)
+    squared, clips = (images**2).sum(axis=1), np.zeros_like(tokens)
+    return np.stack([tokens + patches // 4, patches, tokens // 2, squared, clips], axis=1)
 
 
 def packed(sizes: np.ndarray, row_tokens: int, row_patches: int, window: int = 256, **room) -> list[list[int]]:
@@ -50,7 +51,7 @@ def sums(rows: list[list[int]], values: np.ndarray) -> np.ndarray:
 def test_real_lengths_fill_ninety_seven_percent_of_the_rows():
     lengths = real_lengths()
     assert len(lengths) > 3000 and lengths.max() > 4000 and np.median(lengths) < 200
-    sizes = np.zeros((len(lengths), 4), np.int64)
+    sizes = np.zeros((len(lengths), 5), np.int64)
     sizes[:, 0] = np.random.default_rng(0).permutation(np.minimum(lengths, 4096))
     rows = packed(sizes, 4096, 0)
     assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
@@ -160,14 +161,14 @@ def test_pictures_stay_in_their_share_of_the_rows_and_of_memory(share):
 
 
 def test_a_picture_larger_than_the_quota_gets_a_row_and_is_reported():
-    rows = packed(np.array([[300, 800, 1, 800**2], [20, 8, 1, 64]]), 512, 1024, image_patches=100)
+    rows = packed(np.array([[300, 800, 1, 800**2, 0], [20, 8, 1, 64, 0]]), 512, 1024, image_patches=100)
     assert sorted(number for row in rows for number in row) == [0, 1] and all(
         len(row) == 1 or sum([800, 8][n] for n in row) <= 808 for row in rows
     )
 
 
 def test_predicted_costs_follow_the_planner_s_flops():
-    sizes = np.array([[1, 0, 1, 0], [1000, 0, 1, 0], [100, 64, 1, 64**2], [100, 64, 1, 2 * 32**2]])
+    sizes = np.array([[1, 0, 1, 0, 0], [1000, 0, 1, 0, 0], [100, 64, 1, 64**2, 0], [100, 64, 1, 2 * 32**2, 0]])
     from mmjax.planner.cost import batch_flops
 
     one = batch_flops(MODEL, [1], []).total

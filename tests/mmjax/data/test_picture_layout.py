@@ -7,7 +7,7 @@ import pytest
 
 from mmjax.config import DataConfig, VisionConfig
 from mmjax.data.align import align, read_patches
-from mmjax.data.packing import fill
+from mmjax.data.packing import PackedDocument, fill
 from mmjax.data.picture_layout import NEWLINE, ORDINARY, cut, lay_out
 from mmjax.data.sources.conversation import Message, Sample
 from mmjax.data.tokenizer import ByteTokenizer
@@ -173,7 +173,9 @@ def test_a_packed_row_holds_its_pictures_in_the_order_of_their_tokens(vision):
     answer = Message(role="assistant", parts=("!",), is_supervised=True)
     samples = [Sample(where="1", messages=(user[0], user[1], answer)), Sample(where="2", messages=(user[2], answer))]
     documents = [align(sample, tokenizer, data, vision) for sample in samples]
-    batch = fill([[(d, read_patches(d, data, vision)) for d in documents]], data, vision, tokenizer.pad_token_id)
+    batch = fill(
+        [[PackedDocument(d, read_patches(d, data, vision)) for d in documents]], data, vision, tokenizer.pad_token_id
+    )
     index, tokens = batch.feature_index[0], batch.tokens[0]
     start = patch = segment = 0
     for document in documents:

@@ -121,7 +121,8 @@ BAD = {
     "one image too few": ({"image": "a", "conversations": [{"from": "gpt", "value": "<image><image>"}]}, "2 image"),
     "one image too many": ({"images": ["a", "b"], "conversations": [{"from": "gpt", "value": "<image>"}]}, "2 images"),
     "an empty conversation": ({"conversations": []}, "an empty conversation"),
-    "audio": ({"audio": "a.wav", "conversations": [{"from": "gpt", "value": "x"}]}, '"audio"'),
+    "a sound where none is read": ({"audio": "a.wav", "conversations": [{"from": "gpt", "value": "x"}]}, '"audio"'),
+    "tools": ({"tools": ["a"], "conversations": [{"from": "gpt", "value": "x"}]}, '"tools"'),
     "loss of another type": ({"messages": [{"role": "assistant", "content": "x", "loss": "yes"}]}, "loss 'yes'"),
 }
 

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import struct
 from pathlib import Path
@@ -6,14 +7,20 @@ import numpy as np
 import pytest
 
 from mmjax.config import AudioConfig
+from mmjax.data.sources.conversation import SoundFile
 from mmjax.errors import DataError
 
+AUDIO = AudioConfig(clip_frames=300, mel_bins=20, values_per_feature=5)
 soundfile = pytest.importorskip("soundfile")
 sounds = pytest.importorskip("mmjax.data.sounds")
 
 
 def read(folder: Path, name: str, max_seconds: float = 10.0) -> np.ndarray:
-    return sounds.read_sound(name, root=folder, where="x.jsonl, line 7", max_seconds=max_seconds)
+    sound = SoundFile(where="x.jsonl, line 7", root=folder, path=name)
+    samples = sounds.read_sound(sound, max_seconds)
+    # What the header tells is what is decoded.
+    assert sounds.read_shape(sound, AUDIO, max_seconds).num_samples == len(samples)
+    return samples
 
 
 def tone(seconds: float, rate: int, hertz: float = 440.0) -> np.ndarray:
@@ -92,11 +99,15 @@ def test_nothing_outside_the_media_root_and_no_special_file_is_opened(tmp_path):
 
 
 def test_clips_and_features_follow_the_length_of_the_sound():
-    audio = AudioConfig(clip_frames=300, mel_bins=20, values_per_feature=5)
-    assert audio.clip_features == 30
+    assert AUDIO.clip_features == 30
     for seconds, num_clips, num_features in ((0.01, 1, 1), (1.0, 1, 10), (3.0, 1, 30), (3.1, 2, 31), (7.5, 3, 75)):
-        spectrograms, features = sounds.clips(tone(seconds, 16_000), audio)
-        assert spectrograms.shape == (num_clips, 300, 20) and features == num_features
-    one, _ = sounds.clips(tone(3.0, 16_000), audio)
-    two, _ = sounds.clips(np.concatenate([tone(3.0, 16_000), tone(1.0, 16_000)]), audio)
+        spectrograms = sounds.clips(tone(seconds, 16_000), AUDIO)
+        shape = sounds.shape_of(round(16_000 * seconds), AUDIO)
+        assert spectrograms.shape == (num_clips, 300, 20) == (shape.num_clips, 300, 20)
+        assert shape.num_features == num_features
+    one = sounds.clips(tone(3.0, 16_000), AUDIO)
+    two = sounds.clips(np.concatenate([tone(3.0, 16_000), tone(1.0, 16_000)]), AUDIO)
     np.testing.assert_array_equal(one[0], two[0])
+    np.testing.assert_array_equal(sounds.silence(2, AUDIO), sounds.clips(np.zeros(3 * 16_000 + 1), AUDIO))
+    odd = dataclasses.replace(AUDIO, clip_frames=130)
+    assert sounds.clips(tone(1.3, 16_000), odd).shape == (1, 130, 20)

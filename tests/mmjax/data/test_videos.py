@@ -140,6 +140,6 @@ def test_clips_are_decoded_once_a_video(tmp_path, monkeypatch):
     write(tmp_path / "a.webp", 12)
     loader, count, read_frames = load(tmp_path, ["a.webp"]), [], videos.read_frames
     monkeypatch.setattr(videos, "read_frames", lambda *options: count.append(1) or read_frames(*options))
-    [(document, patches)] = loader.read_row(loader.planned_rows(0)[0], 0)
+    [(document, patches, _)] = loader.read_row(loader.planned_rows(0)[0], 0)
     assert len(count) == 1 and len(patches) == 48
     assert all(isinstance(placed.picture, Clip) for placed in document.pictures)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mmjax.config import ModelConfig, MoeConfig, VisionConfig
-from mmjax.data.audio import Sounds
 from mmjax.data.batch import Batch
 from mmjax.errors import ConfigurationError
 from mmjax.models.families.whisper import encoder_parameters, encoder_tensors, read_encoder
@@ -122,13 +121,13 @@ def test_a_sound_changes_what_comes_after_its_features_in_its_document_only(whis
         patch_position=none,
         patch_grid=none,
         patch_feature=no_places,
+        spectrograms=np.random.default_rng(0).normal(size=(1, 2, 20, 6)).astype(np.float32),
+        sound_index=np.array([[-1, 0, 1, -1, -1, 2, 3, -1, -1]], np.int32),
     )
-    index = np.array([[-1, 0, 1, -1, -1, 2, 3, -1, -1]], np.int32)
-    spectrograms = np.random.default_rng(0).normal(size=(1, 2, 20, 6)).astype(np.float32)
-    run = jax.jit(one_device(lambda p, b, s: definition.assemble(p, {})(b, sounds=s)[0]))
-    one = run(arrays, batch, Sounds(spectrograms, index))
-    spectrograms[0, 1] += 1
-    other = run(arrays, batch, Sounds(spectrograms, index))
+    run = jax.jit(one_device(lambda p, b: definition.assemble(p, {})(b)[0]))
+    one = run(arrays, batch)
+    batch.spectrograms[0, 1] += 1
+    other = run(arrays, batch)
     assert np.array_equal(one[0, :5], other[0, :5]) and (np.abs(one - other).max(axis=-1)[0, 5:] > 1e-6).all()
 
 

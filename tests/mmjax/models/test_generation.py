@@ -138,6 +138,8 @@ def prompts(lengths: Sequence[int], *, pictures: Sequence[int] = (), row_tokens:
         patch_position=np.zeros((*patches, 3), np.int32),
         patch_grid=np.ones((*patches, 3), np.int32),
         patch_feature=np.full((rows, patches[1] // 4), -1, np.int32),
+        spectrograms=np.zeros((rows, 0, 0, 0), np.float32),
+        sound_index=np.full(places, -1, np.int32),
     )
     for row in pictures:
         batch.feature_index[row, 1:3] = 0, 1

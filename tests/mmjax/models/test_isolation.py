@@ -106,6 +106,8 @@ def two_documents() -> Batch:
         )[None],
         patch_grid=np.tile(np.array([1, 2, 4], np.int32), (1, 2 * PATCHES, 1)),
         patch_feature=np.arange(4, dtype=np.int32)[None],
+        spectrograms=np.zeros((1, 0, 0, 0), np.float32),
+        sound_index=np.full((1, ROW_TOKENS), -1, np.int32),
     )
     start = 0
     for document, length in enumerate(LENGTHS):

@@ -124,6 +124,8 @@ def text_batch(vocabulary_size: int, *, is_packed: bool) -> Batch:
         patch_position=np.zeros((2, 8, 3), np.int32),
         patch_grid=np.ones((2, 8, 3), np.int32),
         patch_feature=np.full((2, 2), -1, np.int32),
+        spectrograms=np.zeros((2, 0, 0, 0), np.float32),
+        sound_index=np.full(shape, -1, np.int32),
     )
     for row, numbers in enumerate(layout):
         start = 0

@@ -68,6 +68,8 @@ def batch_of(
         patch_position=np.zeros((*slots, 3), np.int32),
         patch_grid=np.ones((*slots, 3), np.int32),
         patch_feature=np.full((len(rows), row_patches // 4), -1, np.int32),
+        spectrograms=np.zeros((len(rows), 0, 0, 0), np.float32),
+        sound_index=np.full(shape, -1, np.int32),
     )
     for row, samples in enumerate(rows):
         token = patch = picture = 0

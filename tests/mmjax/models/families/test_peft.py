@@ -175,6 +175,8 @@ def batch_of(vocabulary_size: int) -> Batch:
         patch_position=np.zeros((2, 8, 3), np.int32),
         patch_grid=np.ones((2, 8, 3), np.int32),
         patch_feature=np.full((2, 2), -1, np.int32),
+        spectrograms=np.zeros((2, 0, 0, 0), np.float32),
+        sound_index=np.full((2, 17), -1, np.int32),
         **fields,
     )
 
