@@ -184,7 +184,7 @@ def _mesh(command: Command) -> MeshConfig:
 def open_form(command: Command, config: RunConfig) -> "PromptForm":
     """How the model is spoken to: as its run did, or as its release says."""
     from mmjax.data.chat_template import read_template_file
-    from mmjax.data.prompts import ReleasedForm, TrainingForm
+    from mmjax.data.prompts import ReleasedForm, TrainingForm, trained_form
     from mmjax.data.tokenizer import open_tokenizer
 
     folder = Path(command.checkpoint)
@@ -197,7 +197,8 @@ def open_form(command: Command, config: RunConfig) -> "PromptForm":
             remedy="give --tokenizer FOLDER too, or leave it out",
         )
     if is_run and not command.tokenizer:
-        form = TrainingForm(open_tokenizer(config.data), config.data, config.model.vision, config.model.audio)
+        data, model = config.data, config.model
+        form = trained_form(data, model.vision) or TrainingForm(open_tokenizer(data), data, model.vision, model.audio)
     else:
         from mmjax.checkpoint.weights import RELEASED
 

@@ -348,6 +348,9 @@ def _data_faults(config: RunConfig) -> Iterator[Fault]:
     if data.tokenizer == "bytes" and model.vocabulary_size < BYTE_TOKENIZER_SIZE:
         found = f"{model.vocabulary_size} with tokenizer='bytes'"
         yield Fault(path="model.vocabulary_size", found=found, remedy=f"give at least {BYTE_TOKENIZER_SIZE}")
+    if data.tokenizer == "bytes" and data.chat_template:
+        remedy = "give data.tokenizer, the tokenizer.json of the same release, or leave the template out"
+        yield Fault(path="data.chat_template", found="a template with tokenizer='bytes'", remedy=remedy)
     if model.vision.is_present:
         merged = model.vision.patches_per_feature
         for name in ("row_patches", "image_max_patches"):

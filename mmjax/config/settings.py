@@ -446,6 +446,11 @@ class DataConfig:
     """Token of a `tokenizer.json` that stands for one merged image patch; empty for a model that reads text alone."""
     start_token: str = ""
     """Token of a `tokenizer.json` that opens each message before its role, such as <|im_start|>; empty for none."""
+    chat_template: str = ""
+    """Conversations are written as this chat template says: its file, or a folder of a release that has one, for a
+    `tokenizer.json` from the same release. Empty writes them with `start_token`, role and `end_token`."""
+    audio_token: str = ""
+    """Token of a `tokenizer.json` that stands for one feature of a sound; empty for a model that hears none."""
     newline_token: str = ""
     """Token of a `tokenizer.json` that ends each row of a picture's patches, where the tower wants one (Fuyu)."""
     end_token: str = "<|end_of_msg|>"
@@ -455,6 +460,8 @@ class DataConfig:
     row_tokens: int = 256
     row_patches: int = 256
     """Positions, and image patches before the merge, of one row."""
+    row_clips: int = 0
+    """Clips of sound (`model.audio.clip_frames` each, the last of a sound filled with silence) of one row."""
     image_max_patches: int = 256
     """An image with more patches is scaled down to this many."""
     image_max_pixels: int = 50_000_000
@@ -463,19 +470,19 @@ class DataConfig:
     """Frames of a video (an animated GIF, WebP or PNG); padding is masked, so it never reaches the model."""
     video_frames_per_feature: int = 4
     """Frames that the tower reads together and averages; image_max_patches is shared by them."""
-    audio_token: str = ""
-    """Token of a `tokenizer.json` that stands for one feature of a sound; empty for a model that hears none."""
     video_max_frames: int = 4096
     video_max_seconds: float = 600.0
     """A video file with more frames, or of a longer time, is refused before they are decoded."""
     images: Literal["keep", "blank"] = "keep"
     """`blank` replaces every picture by grey: what the text alone can tell."""
+    sounds: Literal["keep", "blank"] = "keep"
+    """`blank` replaces every sound by silence."""
+    sound_max_seconds: float = 600.0
+    """A sound file that is longer is refused before it is decoded."""
     too_long: Literal["error", "drop", "drop_image", "truncate"] = "error"
     """A sample that does not fit a row: stop; drop it; leave out its last pictures, as many as needed; or cut its end
     off, a picture or sound in the cut with it. All but the first are counted, and drop what still does not fit."""
     bad_sample: Literal["error", "skip"] = "error"
-    row_clips: int = 0
-    """Clips of sound (`model.audio.clip_frames` each, the last of a sound filled with silence) of one row."""
     """A record that cannot be read: stop, or skip it, count it and write it into the run's quarantine.jsonl."""
     max_bad_samples: int = 100
     max_bad_share: float = 0.001
@@ -489,10 +496,6 @@ class DataConfig:
     balance_rows: int = 8
     """Rows of nearly equal cost that stand together: where each device has one row of a batch, how many devices."""
     patch_buckets: int = 1
-    sounds: Literal["keep", "blank"] = "keep"
-    """`blank` replaces every sound by silence."""
-    sound_max_seconds: float = 600.0
-    """A sound file that is longer is refused before it is decoded."""
     """Sizes of a batch's patch arrays: row_patches, half of it, a quarter, ... The smallest that holds a batch is
     taken; each is one more compilation of the step."""
     quotas: QuotaConfig = field(default_factory=QuotaConfig)

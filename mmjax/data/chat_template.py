@@ -1,14 +1,17 @@
 """Chat templates of released models: read from a tokenizer's folder, and rendered where they can do no harm.
 
 A template is a program that came with the weights. It runs in a process without environment or rights
-(`template_sandbox`), within limits of time, memory and size, and reaches plain values only.
+(`template_sandbox`), within limits of time, memory and size for each conversation, and reaches plain values only.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,53 +43,118 @@ class ChatTemplate:
         Raises:
           DataError: the template is broken, refuses a conversation, does what is forbidden, or passes a limit.
         """
-        if len(self.text) > TEMPLATE_CHARACTERS:
-            raise self._refusal(
-                f"{len(self.text):,} characters", f"at most {TEMPLATE_CHARACTERS:,} characters", "use a smaller one"
-            )
-        common = {"tools": None, "documents": None, "add_generation_prompt": True} | dict(self.tokens) | variables
-        request = {
-            "template": self.text,
-            "conversations": [common | {"messages": list(messages)} for messages in conversations],
-            "seconds": SECONDS,
-            "memory_bytes": MEMORY_BYTES,
-            "output_characters": OUTPUT_CHARACTERS,
-        }
-        command = [sys.executable, "-I", template_sandbox.__file__]
-        process = subprocess.run(
-            command,
-            input=json.dumps(request).encode(),
-            capture_output=True,
-            # Where the interpreter itself may need to find its libraries.
-            env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
-            check=False,
-        )
-        if process.returncode == -signal.SIGALRM:
-            raise self._refusal(
-                f"a template that runs longer than {SECONDS:g} seconds", "one that ends", "look for its endless loop"
-            )
-        try:
-            answer = json.loads(process.stdout)
-        except ValueError as error:
-            last = process.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit {process.returncode}"]
-            raise self._refusal(f"a template that breaks its process ({last[0]})", "a text", "use another") from error
+        with TemplateProcess(self) as process:
+            return [
+                process.render(messages, name=f"conversation {number}" if len(conversations) > 1 else "", **variables)
+                for number, messages in enumerate(conversations, 1)
+            ]
+
+    def refusal(self, found: str, expected: str, remedy: str, line: int | None = None) -> DataError:
+        """An error of the template."""
+        where = self.where if line is None else f"{self.where}, line {line}"
+        return DataError(where, found=found, expected=expected, remedy=remedy)
+
+
+class TemplateProcess:
+    """The process that renders conversations of one template; started when needed, and anew after one that ended."""
+
+    def __init__(self, template: ChatTemplate, *, marks: tuple[str, str] = ("", ""), has_clock: bool = True):
+        """`marks` stand around what the template says an assistant generates; without a clock no text has a date."""
+        self._template, self._marks, self._has_clock = template, marks, has_clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "TemplateProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process, if it runs."""
+        if self._process is not None:
+            self._end()
+            self._process = None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, name: str = "", **variables: Any) -> str:
+        """A conversation as text; `name` is what an error calls it.
+
+        Raises:
+          DataError: the template is broken, refuses the conversation, does what is forbidden, or passes a limit.
+        """
+        common = {"tools": None, "documents": None, "add_generation_prompt": True, **self._template.tokens}
+        with self._lock:
+            answer = self._ask(common | variables | {"messages": list(messages)})
         if "error" not in answer:
-            return answer["texts"]
+            return answer["text"]
         found = " ".join(answer["error"].split())[:300]
-        if len(conversations) > 1:
-            found = f"{found} (conversation {answer['conversation']})"
+        if name:
+            found = f"{found} ({name})"
         if answer["is_forbidden"]:
-            raise self._refusal(
+            raise self._template.refusal(
                 f"a forbidden access: {found}",
                 "a template that reads its messages only",
                 "do not trust where it came from",
                 answer["line"],
             )
-        raise self._refusal(found, "a text", "check the messages, or mend or replace the template", answer["line"])
+        remedy = "check the messages, or mend or replace the template"
+        raise self._template.refusal(found, "a text", remedy, answer["line"])
 
-    def _refusal(self, found: str, expected: str, remedy: str, line: int | None = None) -> DataError:
-        where = self.where if line is None else f"{self.where}, line {line}"
-        return DataError(where, found=found, expected=expected, remedy=remedy)
+    def _ask(self, variables: dict[str, Any]) -> dict[str, Any]:
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(variables).encode() + b"\n")
+            process.stdin.flush()
+        try:
+            return json.loads(process.stdout.readline())
+        except ValueError as error:
+            message = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+            code = process.wait()
+            self.close()
+            if code == -signal.SIGALRM:
+                found = f"a template that runs longer than {SECONDS:g} seconds"
+                raise self._template.refusal(found, "one that ends", "look for its endless loop") from error
+            last = (message or [f"exit {code}"])[0]
+            found = f"a template that breaks its process ({last})"
+            raise self._template.refusal(found, "a text", "use another") from error
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        if self._process is not None:
+            return self._process
+        text = self._template.text
+        if len(text) > TEMPLATE_CHARACTERS:
+            expected = f"at most {TEMPLATE_CHARACTERS:,} characters"
+            raise self._template.refusal(f"{len(text):,} characters", expected, "use a smaller one")
+        setup = {
+            "template": text,
+            "seconds": SECONDS,
+            "memory_bytes": MEMORY_BYTES,
+            "output_characters": OUTPUT_CHARACTERS,
+            "marks": self._marks,
+            "has_clock": self._has_clock,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-I", template_sandbox.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Where the interpreter itself may need to find its libraries.
+            env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(setup).encode() + b"\n")
+        # Also where nobody closes it, and when the interpreter ends.
+        self._end = weakref.finalize(self, _end, process)
+        self._process = process
+        return process
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    # Reads what is left and closes all pipes.
+    process.communicate()
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmjax.config import AudioConfig, DataConfig, VisionConfig
-from mmjax.data.align import Document, align, read_patches, read_pixels, read_spectrograms
+from mmjax.data.align import Document, read_patches, read_pixels, read_spectrograms
 from mmjax.data.batch import Batch
+from mmjax.data.measure import Aligner
 from mmjax.data.packing import PackedDocument, fill, first_fit
 from mmjax.data.sources.conversation import Sample
-from mmjax.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,16 +41,11 @@ class EvaluationBatch:
     answers: list[EvaluationAnswer]
 
 
-def evaluation_batches(
-    samples: Iterable[Sample],
-    tokenizer: Tokenizer,
-    data: DataConfig,
-    vision: VisionConfig,
-    audio: AudioConfig | None = None,
-) -> list[EvaluationBatch]:
+def evaluation_batches(samples: Iterable[Sample], aligner: Aligner) -> list[EvaluationBatch]:
     """The last answer of each sample is the one that is asked for; what follows it is left out."""
+    tokenizer, data, vision, audio = aligner.tokenizer, aligner.data, aligner.vision, aligner.audio
     questions = [_without_what_follows(sample) for sample in samples]
-    documents = [align(sample, tokenizer, data, vision, audio) for sample in questions]
+    documents = [aligner.align(sample) for sample in questions]
     budget = max((len(document.tokens) - document.answer_start for document in documents), default=0)
     roomy = [
         _with_room(document, min(budget, data.row_tokens - document.answer_start), tokenizer.pad_token_id)

@@ -293,7 +293,7 @@ class Loader:
         if not readable:
             raise _nothing_readable("evaluation")
         samples = [self._mixture[number] for number in readable]
-        return evaluation_batches(samples, self.tokenizer, self._data, self._vision, self._audio)
+        return evaluation_batches(samples, self._aligner)
 
     def position(self, step: int) -> dict[str, int]:
         """Where the plan stands before a step, to be kept with its checkpoint: a resume packs nothing before it."""
@@ -338,7 +338,7 @@ class Loader:
             "num_samples": len(self._samples),
             "num_skipped": self.num_skipped,
             "num_dropped": self.num_dropped,
-            "tokenizer_digest": self.tokenizer.digest,
+            "tokenizer_digest": self._aligner.digest,
             **{name: getattr(self._data, name) for name in ORDER_SETTINGS},
             "quotas": dataclasses.asdict(self._data.quotas),
             "video": dataclasses.asdict(self._data.video),

@@ -11,7 +11,8 @@ import numpy as np
 from mmjax.config import AudioConfig, DataConfig, VisionConfig
 from mmjax.data.align import Document, Outcome, Sizes, align, fit
 from mmjax.data.index_cache import Arrays, array_text, text_array
-from mmjax.data.sources.conversation import Source
+from mmjax.data.prompts import trained_form
+from mmjax.data.sources.conversation import Sample, Source
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.errors import DataError
 
@@ -71,16 +72,41 @@ class Aligner:
 
     def __init__(self, data: DataConfig, vision: VisionConfig, tokenizer: Tokenizer, audio: AudioConfig):
         self.data, self.vision, self.tokenizer, self.audio = data, vision, tokenizer, audio
+        self._form = trained_form(data, vision)
+        self.digest = tokenizer.digest + (f" {self._form.digest}" if self._form else "")
+        """Of all that turns text into tokens."""
+
+    def align(self, sample: Sample) -> Document:
+        """The sample as a document, by the chat template if there is one.
+
+        Raises:
+          DataError: the sample cannot be written so.
+        """
+        if self._form is None:
+            return align(sample, self.tokenizer, self.data, self.vision, self.audio)
+        document = self._form.conversation(sample)
+        # A picture inside an answer is not its end.
+        goes_on = np.append(document.is_supervised[1:] | document.is_feature[1:], False)
+        ends = document.tokens[document.is_supervised & ~goes_on]
+        if np.any(ends != self.tokenizer.end_token_id):
+            token = int(ends[ends != self.tokenizer.end_token_id][0])
+            raise DataError(
+                sample.where,
+                found=f"an answer that the chat template ends with token {token}",
+                expected=f"token {self.tokenizer.end_token_id}, data.end_token, where generation stops",
+                remedy="set data.end_token to the token that ends answers",
+            )
+        return document
 
     def document(self, source: Source, index: int) -> tuple[Document | None, Outcome]:
         """Raises DataError where the sample cannot be used."""
-        return fit(align(source[index], self.tokenizer, self.data, self.vision, self.audio), self.data)
+        return fit(self.align(source[index]), self.data)
 
     def key(self, source: Source, count: int) -> str:
         """Names all that `measure` depends on."""
         settings: dict[str, Any] = {name: getattr(self.data, name) for name in SAMPLE_SETTINGS}
         towers = f"{dataclasses.asdict(self.vision)} {dataclasses.asdict(self.audio)}"
-        return f"measured {PIPELINE_VERSION} {source.digest} {count} {settings} {towers} {self.tokenizer.digest}"
+        return f"measured {PIPELINE_VERSION} {source.digest} {count} {settings} {towers} {self.digest}"
 
     def measure(self, source: Source, count: int, quarantined: Collection[int]) -> Measured:
         """The first `count` samples; those quarantined before stay out.

@@ -1,10 +1,12 @@
-"""Prompts: conversations that end with a question, or plain text, as the tokens that an answer goes on behind.
+"""Prompts: conversations that end with a question, or plain text, as the tokens that an answer goes on behind; and
+whole conversations for training, as a release's chat template writes them.
 
 Two forms: the one that this trainer writes conversations in (`TrainingForm`), and that of a released model, whose
 tokenizer and chat template came with its weights (`ReleasedForm`).
 """
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ import numpy as np
 from mmjax.config import AudioConfig, DataConfig, VisionConfig
 from mmjax.data.align import Document, PlacedPicture, align, place, read_patches, read_spectrograms
 from mmjax.data.batch import Batch
-from mmjax.data.chat_template import ChatTemplate, read_chat_template, read_object
+from mmjax.data.chat_template import ChatTemplate, TemplateProcess, read_chat_template, read_object, read_template_file
 from mmjax.data.files import open_regular, reason
 from mmjax.data.packing import PackedDocument, fill
 from mmjax.data.sources.conversation import Message, Sample, SoundFile, VideoFile
@@ -25,6 +27,8 @@ from mmjax.errors import DataError
 
 # Put into a control token that a text merely spells: no character, so no text loses anything by its removal.
 _CUT = "\ufdd0"
+# Stand around answers that a template marks: no characters either.
+_MARKS = ("\ufdd1", "\ufdd2")
 # Of Fuyu: ends each row of a picture's patches.
 _NEWLINE_TOKEN = "|NEWLINE|"
 
@@ -114,7 +118,12 @@ class ReleasedForm:
         self.stop_tokens = self._stops(config, generation)
         self.pad_token_id = self.stop_tokens[0] if self.stop_tokens else 0
         names = ("image_token_id", "image_token_index", "media_placeholder_token_id")
-        self._image_token = next((config[name] for name in names if isinstance(config.get(name), int)), None)
+        self._image_token = next(
+            (config[name] for name in names if isinstance(config.get(name), int)),
+            self._tokenizer.token_to_id(data.image_token) if data.image_token else None,
+        )
+        # For training: marks what the assistant generates, and knows no date, which would change a batch by the day.
+        self._trained = TemplateProcess(self._template, marks=_MARKS, has_clock=False) if self._template else None
         self._newline_token = self._tokenizer.token_to_id(_NEWLINE_TOKEN)
 
     def _stops(self, config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
@@ -141,6 +150,69 @@ class ReleasedForm:
         return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
 
     def chats(self, samples: Sequence[Sample]) -> list[Document]:
+        template = self._with_template()
+        samples = [dataclasses.replace(sample, messages=_questions(sample)) for sample in samples]
+        pictures = [[place(picture, s.where, self._data, self._vision) for picture in s.pictures] for s in samples]
+        messages = [[self._plain(message, sample.where) for message in sample.messages] for sample in samples]
+        texts = template.render(messages)
+        return [
+            self._with_pictures(sample.where, self._encode(text), placed)
+            for sample, text, placed in zip(samples, texts, pictures, strict=True)
+        ]
+
+    @property
+    def digest(self) -> str:
+        """Of the template."""
+        if self._template is None:
+            return ""
+        return hashlib.sha256(f"{self._template.text}{sorted(self._template.tokens.items())}".encode()).hexdigest()
+
+    def conversation(self, sample: Sample) -> Document:
+        """A whole conversation to be learned from, in the words of the template, without its clock.
+
+        Answers are what the template marks by `{% generation %}`; without such marks, what a message of the assistant
+        adds to the text up to where it answers. They end with their last control token, which is learned too.
+
+        Raises:
+          DataError: the template does not tell the answers, or the sample cannot be written by it.
+        """
+        pictures = [place(picture, sample.where, self._data, self._vision) for picture in sample.pictures]
+        messages = [self._plain(message, sample.where) for message in sample.messages]
+        is_learned = [message.is_supervised for message in sample.messages if message.role == "assistant"]
+        template = self._with_template()
+        if re.search(r"{%-?\s*generation\b", template.text):
+            pieces = self._marked(self._write(messages, sample.where), len(is_learned))
+        else:
+            pieces = self._told_apart(messages, sample.where)
+        if len(pieces) != 2 * len(is_learned) + 1:
+            raise template.refusal(
+                f"{len(pieces) // 2} answers for {len(is_learned)} messages of the assistant in {sample.where}",
+                "one for each",
+                "mend the template's generation blocks",
+            )
+        tokens: list[int] = []
+        supervised: list[bool] = []
+        answer_start = 0
+        control = set(self._special.values())
+        for number, piece in enumerate(pieces):
+            added = self._encode(piece)
+            stop = 0
+            if number % 2:
+                answer_start = len(tokens)
+                stop = next((place for place in range(len(added), 0, -1) if added[place - 1] in control), 0)
+                if not stop:
+                    raise template.refusal(
+                        f"an answer that no control token ends, in {sample.where}: {piece[-40:]!r}",
+                        "a token that says the answer is over",
+                        "use the template of the release",
+                    )
+                if not is_learned[number // 2]:
+                    stop = 0
+            tokens += added
+            supervised += [True] * stop + [False] * (len(added) - stop)
+        return self._with_pictures(sample.where, tokens, pictures, supervised, answer_start)
+
+    def _with_template(self) -> ChatTemplate:
         if self._template is None:
             raise DataError(
                 str(self._folder),
@@ -148,14 +220,36 @@ class ReleasedForm:
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
                 remedy="give --chat-template FILE, or continue plain text with --style text",
             )
-        samples = [dataclasses.replace(sample, messages=_questions(sample)) for sample in samples]
-        pictures = [[place(picture, s.where, self._data, self._vision) for picture in s.pictures] for s in samples]
-        messages = [[self._plain(message, sample.where) for message in sample.messages] for sample in samples]
-        texts = self._template.render(messages)
-        return [
-            self._with_pictures(sample.where, self._encode(text), placed)
-            for sample, text, placed in zip(samples, texts, pictures, strict=True)
-        ]
+        return self._template
+
+    def _write(self, messages: list[dict[str, Any]], where: str, *, is_open: bool = False) -> str:
+        assert self._trained is not None
+        return self._trained.render(messages, name=where, add_generation_prompt=is_open)
+
+    def _marked(self, text: str, num_answers: int) -> list[str]:
+        """What stands before, in, between and behind the marked answers."""
+        order = "".join(re.findall("|".join(_MARKS), text))
+        if order != "".join(_MARKS) * (len(order) // 2):
+            raise self._with_template().refusal("generation blocks inside each other", "one after the other", "mend it")
+        return re.split("|".join(_MARKS), text)
+
+    def _told_apart(self, messages: list[dict[str, Any]], where: str) -> list[str]:
+        """The same of a template without marks."""
+        whole, pieces, place = self._write(messages, where), [], 0
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._write(messages[:number], where, is_open=True) if number else ""
+            behind = self._write(messages[: number + 1], where)
+            if not (behind.startswith(before) and whole.startswith(behind) and len(before) >= place):
+                raise self._with_template().refusal(
+                    f"text that changes with the messages that follow it, at message {number + 1} of {where}",
+                    "a template that only adds to what it wrote, or marks answers by {% generation %}",
+                    "mark the answers in the template, or give each answer a record of its own",
+                )
+            pieces += [whole[place : len(before)], whole[len(before) : len(behind)]]
+            place = len(behind)
+        return [*pieces, whole[place:]]
 
     def _plain(self, message: Message, where: str) -> dict[str, Any]:
         """The message as templates know it; what its text merely spells is no control token."""
@@ -175,7 +269,7 @@ class ReleasedForm:
         return {"role": message.role, "content": parts}
 
     def _cut(self, text: str, where: str) -> str:
-        cut = self._cuts.sub(_CUT, text.replace(_CUT, ""))
+        cut = self._cuts.sub(_CUT, re.sub("|".join((_CUT, *_MARKS)), "", text))
         control = set(self._special.values())
         if not control.isdisjoint(self._encode(cut)):
             raise DataError(
@@ -192,12 +286,19 @@ class ReleasedForm:
             token for piece in text.split(_CUT) for token in self._tokenizer.encode(piece, add_special_tokens=False).ids
         ]
 
-    def _with_pictures(self, where: str, tokens: list[int], pictures: list[PlacedPicture]) -> Document:
+    def _with_pictures(
+        self,
+        where: str,
+        tokens: list[int],
+        pictures: list[PlacedPicture],
+        supervised: list[bool] | None = None,
+        answer_start: int | None = None,
+    ) -> Document:
         """One placeholder a picture becomes as many as it has features."""
-        if not pictures:
-            return _document(where, tokens)
+        supervised = [False] * len(tokens) if supervised is None else supervised
+        answer_start = len(tokens) if answer_start is None else answer_start
         found = tokens.count(self._image_token) if self._image_token is not None else 0
-        if found != len(pictures):
+        if found != len(pictures) and pictures:
             raise DataError(
                 where,
                 found=f"{found} image tokens for {len(pictures)} pictures in what the chat template writes",
@@ -206,14 +307,22 @@ class ReleasedForm:
             )
         longer: list[int] = []
         is_feature: list[bool] = []
-        rest = iter(pictures)
-        for token in tokens:
-            is_picture = token == self._image_token
+        is_supervised: list[bool] = []
+        rest, start = iter(pictures), 0
+        for number, (token, is_learned) in enumerate(zip(tokens, supervised, strict=True)):
+            start = len(longer) if number == answer_start else start
+            is_picture = bool(pictures) and token == self._image_token
             taken = next(rest).tokens(token, self._newline_token, where) if is_picture else [token]
             longer += taken
             is_feature += [is_picture] * len(taken)
-        empty = _document(where, longer)
-        return dataclasses.replace(empty, is_feature=np.array(is_feature), pictures=tuple(pictures))
+            is_supervised += [is_learned and not is_picture] * len(taken)
+        return dataclasses.replace(
+            _document(where, longer),
+            is_supervised=np.array(is_supervised),
+            is_feature=np.array(is_feature),
+            pictures=tuple(pictures),
+            answer_start=len(longer) if answer_start == len(tokens) else start,
+        )
 
     def text(self, text: str) -> Document:
         # As transformers does: markup in a text to be continued is markup.
@@ -226,6 +335,26 @@ class ReleasedForm:
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def trained_form(data: DataConfig, vision: VisionConfig) -> ReleasedForm | None:
+    """The form that a run's conversations are written in, if `data.chat_template` asks for one.
+
+    Raises:
+      DataError: a file cannot be used.
+    """
+    if not data.chat_template:
+        return None
+    folder, path = Path(data.tokenizer).parent, Path(data.chat_template)
+    template = read_chat_template(path) if path.is_dir() else read_template_file(path, folder)
+    if template is None:
+        raise DataError(
+            f"{path}, data.chat_template",
+            found="a folder without a chat template",
+            expected="chat_template.jinja, or chat_template in tokenizer_config.json",
+            remedy="name the template's file",
+        )
+    return ReleasedForm(folder, data, vision, template)
 
 
 def _questions(sample: Sample) -> tuple[Message, ...]:

@@ -1,8 +1,9 @@
 """Renders a chat template in a process of its own, which the system ends when it takes too long: run as a script.
 
-Reads one JSON object from standard input, {"template", "conversations": [variables, ...], "seconds", "memory_bytes",
-"output_characters"}, and writes {"texts": [...]} or {"error", "line", "conversation", "is_forbidden"}. Imports nothing
-of the project: it runs isolated, without environment, and what a template can reach is what stands here.
+Reads lines of JSON from standard input: first {"template", "seconds", "memory_bytes", "output_characters", "marks",
+"has_clock"}, then the variables of one conversation a line. Answers each line with one: {"text"}, or {"error", "line",
+"is_forbidden"}. Imports nothing of the project: it runs isolated, without environment, and what a template can reach is
+what stands here.
 """
 
 import datetime
@@ -20,19 +21,23 @@ import jinja2.sandbox
 TEMPLATE_NAME = "<chat template>"
 
 
-class IgnoredGenerationBlock(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`, which marks answers for training, is what stands inside."""
+class GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}`, which marks answers for training: what is inside, between marks."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own attribute)
 
     def parse(self, parser):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line)
+        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in self.environment.marks)
+        return jinja2.nodes.Scope([begin, *body, end]).set_lineno(line)
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Forbidden attributes raise where the stock sandbox would print nothing."""
+
+    marks = ("", "")
+    """What stands around the output of a generation block."""
 
     def unsafe_undefined(self, obj, attribute):
         raise jinja2.exceptions.SecurityError(f"attribute {attribute!r} of a {type(obj).__name__}")
@@ -70,38 +75,40 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def environment():
+def environment(marks, *, has_clock):
     made = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[IgnoredGenerationBlock, jinja2.ext.loopcontrols],
+        extensions=[GenerationBlock, jinja2.ext.loopcontrols],
         cache_size=0,
     )
+    made.marks = marks
     made.filters["tojson"] = to_json
     made.globals |= {
         "raise_exception": raise_exception,
-        "strftime_now": lambda layout: datetime.datetime.now().strftime(layout),
         "dict": TemplateDict(),
         "namespace": TemplateNamespace,
     }
+    if has_clock:
+        made.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
     return made
 
 
-def render_all(request, texts):
-    """Append the texts of all conversations, each within the time that starts anew with it."""
-    code = environment()
-    compiled = code.template_class.from_code(
-        code, code.compile(request["template"], filename=TEMPLATE_NAME), code.make_globals(None)
+def compiled(setup):
+    code = environment(setup["marks"], has_clock=setup["has_clock"])
+    return code.template_class.from_code(
+        code, code.compile(setup["template"], filename=TEMPLATE_NAME), code.make_globals(None)
     )
-    for variables in request["conversations"]:
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
-        pieces, room = [], request["output_characters"]
-        for piece in compiled.generate(variables):
-            pieces.append(piece)
-            room -= len(piece)
-            if room < 0:
-                raise MemoryError(f"more than {request['output_characters']:,} characters")
-        texts.append("".join(pieces))
+
+
+def rendered(template, variables, output_characters):
+    pieces, room = [], output_characters
+    for piece in template.generate(variables):
+        pieces.append(piece)
+        room -= len(piece)
+        if room < 0:
+            raise MemoryError(f"more than {output_characters:,} characters")
+    return "".join(pieces)
 
 
 def line_of(error):
@@ -112,9 +119,9 @@ def line_of(error):
 
 
 def main():
-    request = json.load(sys.stdin.buffer)
+    setup = json.loads(sys.stdin.buffer.readline())
     for limit, value in (
-        (resource.RLIMIT_AS, request["memory_bytes"]),
+        (resource.RLIMIT_AS, setup["memory_bytes"]),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NPROC, 0),
@@ -122,23 +129,24 @@ def main():
         resource.setrlimit(limit, (value, value))
     # The signal's default: the process ends, whatever it is doing.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, request["seconds"])
-    texts = []
-    try:
-        render_all(request, texts)
-        answer = {"texts": texts}
-    except Exception as error:
-        # Templates raise all kinds of errors; each is told by its kind and text.
-        name = type(error).__name__
-        text = str(error) or name
-        answer = {
-            "error": text if isinstance(error, jinja2.exceptions.TemplateError) else f"{name}: {text}",
-            "line": line_of(error),
-            "conversation": len(texts) + 1,
-            "is_forbidden": isinstance(error, jinja2.exceptions.SecurityError),
-        }
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    json.dump(answer, sys.stdout)
+    template = None
+    for line in sys.stdin.buffer:
+        # The time starts anew with each conversation.
+        signal.setitimer(signal.ITIMER_REAL, setup["seconds"])
+        try:
+            template = template or compiled(setup)
+            answer = {"text": rendered(template, json.loads(line), setup["output_characters"])}
+        except Exception as error:
+            # Templates raise all kinds of errors; each is told by its kind and text.
+            name = type(error).__name__
+            text = str(error) or name
+            answer = {
+                "error": text if isinstance(error, jinja2.exceptions.TemplateError) else f"{name}: {text}",
+                "line": line_of(error),
+                "is_forbidden": isinstance(error, jinja2.exceptions.SecurityError),
+            }
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

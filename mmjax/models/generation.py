@@ -257,9 +257,9 @@ def one_token_each(tokens: jax.Array, segment_ids: jax.Array, positions: jax.Arr
         patch_position=nothing(3),
         patch_grid=nothing(3),
         patch_feature=nothing(),
-    )
         spectrograms=nothing(0, 0, dtype=jnp.float32),
         sound_index=jnp.full((rows, 1), -1, jnp.int32),
+    )
 
 
 def choose(logits: jax.Array, choice: _Choice, number: jax.Array, *, is_greedy: bool) -> jax.Array:

@@ -199,7 +199,6 @@ def vision_training_flops(model: ModelConfig, image_patches: int, tuning: Tuning
     return factor * vision_forward_flops(model, image_patches)
 
 
-@dataclass(frozen=True)
 def audio_forward_flops(model: ModelConfig) -> float:
     """FLOPs of one clip of sound; 0 without a tower.
 
@@ -227,6 +226,7 @@ def audio_training_flops(model: ModelConfig, tuning: Tuning = FULL) -> float:
     return factor * audio_forward_flops(model)
 
 
+@dataclass(frozen=True)
 class BatchFlops:
     """FLOPs of the forward and backward passes of real tokens and real patches; padding counts nothing."""
 

@@ -172,9 +172,9 @@ def batch_specs() -> Batch:
         patch_position=spec("batch", None, None),
         patch_grid=spec("batch", None, None),
         patch_feature=spec("batch", None),
-    )
         spectrograms=spec("batch", None, None, None),
         sound_index=row,
+    )
 
 
 def place_batch(batch: Batch, mesh: Mesh) -> Batch:

@@ -8,8 +8,9 @@ import PIL.Image
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from mmjax.config import DataConfig, VisionConfig
+from mmjax.config import DataConfig, RunConfig, VisionConfig, check
 from mmjax.data.align import align
+from mmjax.data.loader import Loader, check_fingerprint
 from mmjax.data.prompts import ReleasedForm, TrainingForm, bucket, prompt_batch, read_conversations
 from mmjax.data.sources.conversation import Message, Sample
 from mmjax.data.tokenizer import ByteTokenizer
@@ -200,3 +201,98 @@ def test_a_file_of_conversations_that_cannot_be_used_is_one_error(tmp_path, cont
 
 def test_sizes_are_rounded_to_powers_of_two():
     assert [bucket(size) for size in (0, 1, 16, 17, 100)] == [0, 16, 16, 32, 128]
+
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As some releases do: what an answer thought is left out once it has been answered to.
+FORGETFUL = MARKED.replace("{{ m.content }}<|im_end|>{% end", "{{ m.content if loop.last else '' }}<|im_end|>{% end")
+PLAIN_FORGETFUL = FORGETFUL.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def learned(document) -> list[int]:
+    return document.tokens[document.is_supervised].tolist()
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_a_conversation_is_learned_as_its_template_writes_it_answers_and_their_ends_alone(tmp_path, template):
+    form = ReleasedForm(write_release(tmp_path, **{"chat_template.jinja": template}), DATA, TEXT_ONLY)
+    first, second = ("user", ("one",)), ("user", ("two<|im_end|>",))
+    whole = form.conversation(sample(first, ("assistant", ("yes",)), second, ("assistant", ("no",))))
+    assert learned(whole) == [*ids("yes"), 258, *ids("no"), 258] and whole.sizes.supervised == 7
+    assert (whole.tokens == 258).sum() == 4
+    assert whole.tokens[whole.answer_start :][:3].tolist() == [*ids("no"), 258]
+    # What comes before an answer is, to the token, what generation begins with.
+    (asked,) = form.chats([sample(first, ("assistant", ("yes",)), second)])
+    assert whole.tokens[: whole.answer_start].tolist() == asked.tokens.tolist()
+    silent = sample(first, ("assistant", ("yes",)), second, ("assistant", ("no",)))
+    messages = (silent.messages[0], Message(role="assistant", parts=("yes",), is_supervised=False))
+    document = form.conversation(Sample(where="here", messages=(*messages, *silent.messages[2:])))
+    assert learned(document) == [*ids("no"), 258] and document.tokens.tolist() == whole.tokens.tolist()
+
+
+def test_pictures_stand_in_a_conversation_and_are_not_learned(tmp_path):
+    form = ReleasedForm(write_release(tmp_path), DATA, VISION)
+    wide = np.zeros((8, 16), np.uint8)
+    document = form.conversation(sample(("user", (wide, "?")), ("assistant", ("yes", wide))))
+    assert document.is_feature.sum() == 4 == (document.tokens == 260).sum()
+    assert learned(document) == [*ids("yes"), 258]
+    assert document.tokens[document.answer_start :].tolist() == [*ids("yes"), 260, 260, 258, *ids("\n")]
+
+
+def test_a_template_that_does_not_tell_its_answers_is_refused(tmp_path):
+    two = sample(("user", ("a",)), ("assistant", ("b",)), ("user", ("c",)), ("assistant", ("d",)))
+    for template, words in (
+        (PLAIN_FORGETFUL, "changes with the messages that follow it, at message 2 of here"),
+        ("{% generation %}a<|im_end|>{% endgeneration %}", "1 answers for 2 messages"),
+        ("{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}", "inside each other"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "no control token ends"),
+        ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
+    ):
+        form = ReleasedForm(write_release(tmp_path, **{"chat_template.jinja": template}), DATA, TEXT_ONLY)
+        with pytest.raises(DataError, match=words):
+            form.conversation(two)
+    marked = ReleasedForm(write_release(tmp_path, **{"chat_template.jinja": FORGETFUL}), DATA, TEXT_ONLY)
+    assert learned(marked.conversation(two)) == [258, *ids("d"), 258]
+
+
+def test_a_run_reads_its_conversations_by_the_template_and_knows_it_again(tmp_path):
+    release = write_release(tmp_path / "release")
+    lines = [
+        {"messages": [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": "yes"}]}
+        for number in range(9)
+    ]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = DataConfig(
+        source=str(tmp_path / "d.jsonl"),
+        eval_source=str(tmp_path / "d.jsonl"),
+        tokenizer=str(release / "tokenizer.json"),
+        chat_template=str(release),
+        image_token="<|image|>",
+        end_token="<|im_end|>",
+        rows=2,
+        row_tokens=128,
+        row_patches=0,
+        balance_rows=1,
+    )
+    loader = Loader(data, TEXT_ONLY, 0)
+    batch = loader.batch(0)
+    starts = (batch.tokens == 256).sum()
+    assert starts == batch.segment_ids.max(axis=1).sum() > 2
+    assert batch.loss_weight.sum() == 4 * starts
+    assert batch.targets[batch.loss_weight > 0].tolist() == [*ids("yes"), 258] * starts
+    (answers,) = (part.answers for part in Loader(data, TEXT_ONLY, 0, "held_out").evaluation()[:1])
+    assert answers[0].reference == "yes" and answers[0].budget == len(ids("yes")) + 2
+    other = write_release(tmp_path / "other", **{"chat_template.jinja": TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }} ")})
+    changed = Loader(DataConfig(**{**vars(data), "chat_template": str(other)}), TEXT_ONLY, 0)
+    with pytest.raises(DataError, match="tokenizer_digest"):
+        check_fingerprint(loader.fingerprint(), changed.fingerprint())
+    with pytest.raises(DataError, match=r"set data\.end_token to the token that ends answers"):
+        Loader(DataConfig(**{**vars(data), "end_token": "<|pad|>"}), TEXT_ONLY, 0)
+    with pytest.raises(DataError, match="a folder without a chat template"):
+        Loader(DataConfig(**{**vars(data), "chat_template": str(tmp_path)}), TEXT_ONLY, 0)
+    faults = check(RunConfig(data=DataConfig(chat_template="x")))
+    assert "data.chat_template" in [fault.path for fault in faults]

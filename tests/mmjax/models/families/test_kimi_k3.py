@@ -61,14 +61,14 @@ def golden_batch(*, is_packed: bool) -> Batch:
         patch_position=np.zeros((num_rows, row_patches, 3), np.int32),
         patch_grid=np.ones((num_rows, row_patches, 3), np.int32),
         patch_feature=np.full((num_rows, row_patches // 4), -1, np.int32),
+        spectrograms=np.zeros((num_rows, 0, 0, 0), np.float32),
+        sound_index=np.full((num_rows, row_tokens), -1, np.int32),
     )
     for row, samples in enumerate(layout):
         token, patch, image = 0, 0, 0
         for document, sample in enumerate(samples, start=1):
             tokens, labels = rows[sample]
             here = slice(token, token + len(tokens))
-        spectrograms=np.zeros((num_rows, 0, 0, 0), np.float32),
-        sound_index=np.full((num_rows, row_tokens), -1, np.int32),
             batch.tokens[row, here] = tokens
             batch.targets[row, here] = np.maximum(labels, 0)
             batch.loss_weight[row, here] = labels != -100
