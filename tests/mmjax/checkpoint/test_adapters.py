@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from mmjax import convert, train
@@ -22,7 +23,7 @@ from mmjax.models.multimodal import define
 from mmjax.monitor.metrics import read_lines
 from mmjax.parallel.mesh import make_mesh
 from mmjax.training import loop
-from mmjax.training.step import init_state
+from mmjax.training.step import init_state, make_value_and_gradient, place_batch
 from pallas_kernels.moe.mxfp4 import quantize
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "k3_tiny" / "config.json"
@@ -146,7 +147,35 @@ def test_another_base_is_refused(runs, weights, tmp_path, capsys):
     assert "those that the adapters were trained on" in capsys.readouterr().err
 
 
-def test_exported_adapters_start_a_run_whose_next_step_is_the_same(runs, weights, tmp_path):
+def test_the_step_after_export_and_reload_is_the_one_the_run_itself_took(runs, tmp_path):
+    """Step 1 of a run leaves as peft files and starts a run anew: its loss and gradients are those of step 2."""
+    shutil.copytree(runs / "whole", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / loop.CHECKPOINTS / "2")
+    assert convert.main([str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter"]) == 0
+    config = saved.load(runs / "whole" / "config.yaml")
+    lora = dataclasses.replace(config.lora, start=str(tmp_path / "adapter"))
+    started, mesh = dataclasses.replace(config, lora=lora, run_dir=str(tmp_path / "started")), make_mesh(config.mesh)
+    state, batch = init_state(started, mesh), loop.open_loader(started).batch(1)
+    value_and_gradient = jax.jit(make_value_and_gradient(started, mesh))
+    placed = place_batch(batch, mesh)
+    loss, _, _, gradients = value_and_gradient(state.parameters, state.router_biases, placed, state.frozen)
+
+    record = list(read_lines(runs / "whole" / "metrics.jsonl"))[1]
+    norm = float(optax.tree.norm(gradients))
+    np.testing.assert_allclose(float(loss), record["loss"], rtol=1e-6)
+    np.testing.assert_allclose(norm, record["gradient_norm"], rtol=1e-5)
+    # The gradient that the run took is what its first moments moved by:   m' = b m + (1 - b) g
+    before, after = (saved_arrays(runs / "whole" / loop.CHECKPOINTS / step) for step in ("1", "2"))
+    beta, kept = config.optimizer.beta1, min(1.0, config.optimizer.max_gradient_norm / norm)
+    largest = max(float(np.abs(gradient).max()) for gradient in gradients.values())
+    for path, gradient in gradients.items():
+        (name,) = (name for name in after if name.endswith(f".mu.{path}"))
+        taken = (after[name] - beta * before[name]) / (1 - beta)
+        assert np.abs(taken).max() > 0, path
+        np.testing.assert_allclose(kept * np.asarray(gradient), taken, rtol=0, atol=1e-5 * largest, err_msg=path)
+
+
+def test_exported_adapters_start_a_run_with_the_same_factors(runs, weights, tmp_path):
     assert convert.main([str(runs / "halves"), str(tmp_path / "adapter"), "--adapter"]) == 0
     assert (tmp_path / "adapter" / "tokenizer_config.json").exists()
     assert not (tmp_path / "adapter" / "config.json").exists()
