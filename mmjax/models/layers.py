@@ -13,7 +13,7 @@ from jax import lax
 from mmjax.axes import TENSOR
 from mmjax.config import ActivationConfig, ModelConfig
 from mmjax.parallel.fsdp import gather_for_use
-from mmjax.parallel.tensor import column, row
+from mmjax.parallel.tensor import column, product, row
 from pallas_kernels.gated_activation.api import gated_activation
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jax.typing.DTypeLike], jax.Array]
@@ -29,10 +29,12 @@ def parameter(
 ) -> nnx.Variable:
     """A described array of a model: shape, dtype, how it starts, and a name for each axis (None: never split).
 
-    Holds no numbers: `initial_arrays` draws them by path, and a step puts arrays or tracers in their place.
+    Holds no numbers: `initial_arrays` draws them by path, and a step puts arrays or tracers in their place. What it
+    holds then may be a device's shard, or of a stack of layers; `whole_shape` goes on telling one layer's whole sizes.
     """
     assert len(shape) == len(array_axes)
-    return kind(jax.ShapeDtypeStruct(shape, np.dtype(dtype)), array_axes=array_axes, initializer=initializer)
+    described = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+    return kind(described, array_axes=array_axes, whole_shape=shape, initializer=initializer)
 
 
 @functools.cache
@@ -75,7 +77,8 @@ def _draw(initializer: Initializer, shape: tuple[int, ...], dtype: np.dtype, sha
 
 def use(weight: nnx.Variable, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The weight as this device computes with it: cast to `dtype`, gathered where it rests split."""
-    return gather_for_use(weight.get_value(), weight.get_metadata()["array_axes"], dtype)
+    metadata = weight.get_metadata()
+    return gather_for_use(weight.get_value(), metadata["array_axes"], metadata["whole_shape"], dtype)
 
 
 class LoraFactor(nnx.Param):
@@ -120,8 +123,8 @@ def _through_factors(equation: str, inputs: jax.Array, weight: LoraWeight) -> ja
     if not summed <= set(letters_in):
         first, second = second, first
     between = "".join(letter for letter in taken if letter not in summed) + "Z"
-    narrow = jnp.einsum(f"{taken},{first[1]}->{between}", inputs, use(first[0], inputs.dtype)) * weight.scale
-    return jnp.einsum(f"{between},{second[1]}->{result}", narrow, use(second[0], inputs.dtype))
+    narrow = product(f"{taken},{first[1]}->{between}", inputs, use(first[0], inputs.dtype)) * weight.scale
+    return product(f"{between},{second[1]}->{result}", narrow, use(second[0], inputs.dtype))
 
 
 def add_bias(values: jax.Array, bias: nnx.Variable) -> jax.Array:
@@ -210,13 +213,20 @@ class DenseMlp(nnx.Module):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """`inputs` [..., D] -> [..., D] of the same dtype."""
+        return self.output(self.hidden(inputs))
+
+    def hidden(self, inputs: jax.Array) -> jax.Array:
+        """The first half: `inputs` [..., D] -> this device's hidden values [..., f]."""
         gate = project("...d,df->...f", inputs, self.gate)
         up = project("...d,df->...f", inputs, self.up)
         if self.has_bias:
             gate, up = add_bias(gate, self.gate_bias), add_bias(up, self.up_bias)
-        hidden = gated_activation(
+        return gated_activation(
             gate, up, kind=self.activation.kind, beta=self.activation.beta, linear_beta=self.activation.linear_beta
         )
+
+    def output(self, hidden: jax.Array) -> jax.Array:
+        """The second half."""
         output = project("...f,fd->...d", hidden, self.down, is_row=True)
         return add_bias(output, self.down_bias) if self.has_bias else output
 
