@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from mmjax.data.sources.conversation import Sample
 class EvaluationAnswer:
     """One answer to be written anew: positions [start, start + budget) of the row, each predicted one before."""
 
+    number: int
+    """Of its question in the set, in the order of the source."""
     row: int
     start: int
     budget: int
@@ -32,7 +34,7 @@ class EvaluationAnswer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationBatch:
-    """Rows that hold the reference answers as in training, so that they also give a loss.
+    """Rows that hold answers as in training; with the references they also give a loss.
 
     The positions after a reference, up to its budget, hold pad tokens, belong to its document and are not supervised.
     """
@@ -41,43 +43,68 @@ class EvaluationBatch:
     answers: list[EvaluationAnswer]
 
 
-def evaluation_batches(samples: Iterable[Sample], aligner: Aligner) -> list[EvaluationBatch]:
-    """The last answer of each sample is the one that is asked for; what follows it is left out."""
-    tokenizer, data, vision, audio = aligner.tokenizer, aligner.data, aligner.vision, aligner.audio
-    questions = [_without_what_follows(sample) for sample in samples]
-    documents = [aligner.align(sample) for sample in questions]
-    budget = max((len(document.tokens) - document.answer_start for document in documents), default=0)
-    roomy = [
-        _with_room(document, min(budget, data.row_tokens - document.answer_start), tokenizer.pad_token_id)
-        for document in documents
-    ]
-    sizes = [(len(document.tokens), document.num_patches, document.num_clips) for document in roomy]
-    rows = first_fit(sizes, (data.row_tokens, data.row_patches, data.row_clips))
-    batches = []
-    for first in range(0, len(rows), data.rows):
-        chosen = rows[first : first + data.rows]
-        answers = []
-        for number, row in enumerate(chosen):
-            start = 0
-            for place in row:
-                document, sample = roomy[place], questions[place]
-                answers.append(
-                    EvaluationAnswer(
-                        row=number,
-                        start=start + document.answer_start,
-                        budget=len(document.tokens) - document.answer_start,
-                        question=next((turn.text for turn in sample.messages[::-1] if turn.role == "user"), ""),
-                        # As the tokenizer gives it back: it may lower case, say, what it takes.
-                        reference=tokenizer.decode(tokenizer.encode(sample.messages[-1].text)).strip(),
-                        kind=sample.kind,
-                        picture=_first_picture(document, data, vision),
-                    )
+class EvaluationSet:
+    """All held-out questions of a source, their pictures and sounds read once.
+
+    The last answer of each sample is the one that is asked for; what follows it is left out.
+    """
+
+    def __init__(self, samples: Iterable[Sample], aligner: Aligner):
+        tokenizer, data, vision, audio = aligner.tokenizer, aligner.data, aligner.vision, aligner.audio
+        self._data, self._vision, self._audio, self._pad = data, vision, audio, tokenizer.pad_token_id
+        questions = [_without_what_follows(sample) for sample in samples]
+        documents = [aligner.align(sample) for sample in questions]
+        budget = max((len(document.tokens) - document.answer_start for document in documents), default=0)
+        self._documents, self._asked = [], []
+        for number, (sample, document) in enumerate(zip(questions, documents, strict=True)):
+            room = min(budget, data.row_tokens - document.answer_start)
+            self._documents.append(_read(_with_room(document, room, self._pad), data, vision, audio))
+            self._asked.append(
+                EvaluationAnswer(
+                    number=number,
+                    row=0,
+                    start=document.answer_start,
+                    budget=room,
+                    question=next((turn.text for turn in sample.messages[::-1] if turn.role == "user"), ""),
+                    # As the tokenizer gives it back: it may lower case, say, what it takes.
+                    reference=tokenizer.decode(tokenizer.encode(sample.messages[-1].text)).strip(),
+                    kind=sample.kind,
+                    picture=_first_picture(document, data, vision),
                 )
-                start += len(document.tokens)
-        packed = [[_read(roomy[place], data, vision, audio) for place in row] for row in chosen]
-        batch = fill(packed, data, vision, tokenizer.pad_token_id, audio=audio)
-        batches.append(EvaluationBatch(batch=batch, answers=answers))
-    return batches
+            )
+
+    def references(self) -> dict[int, np.ndarray]:
+        """By the number of its question, the tokens of each reference answer with the room behind it, [budget]."""
+        return {
+            asked.number: packed.document.tokens[asked.start :]
+            for asked, packed in zip(self._asked, self._documents, strict=True)
+        }
+
+    def batches(self, answers: Mapping[int, np.ndarray] | None = None) -> list[EvaluationBatch]:
+        """All questions with their references; or those that `answers` has, with its tokens in their place."""
+        numbers = range(len(self._documents)) if answers is None else sorted(answers)
+        chosen = [self._documents[n] if answers is None else self._answered(n, answers[n]) for n in numbers]
+        documents = [packed.document for packed in chosen]
+        sizes = [(len(document.tokens), document.num_patches, document.num_clips) for document in documents]
+        rows = first_fit(sizes, (self._data.row_tokens, self._data.row_patches, self._data.row_clips))
+        batches = []
+        for first in range(0, len(rows), self._data.rows):
+            here, asked = rows[first : first + self._data.rows], []
+            for row, places in enumerate(here):
+                start = 0
+                for place in places:
+                    one = self._asked[numbers[place]]
+                    asked.append(dataclasses.replace(one, row=row, start=start + one.start))
+                    start += len(documents[place].tokens)
+            packed = [[chosen[place] for place in places] for places in here]
+            batch = fill(packed, self._data, self._vision, self._pad, audio=self._audio)
+            batches.append(EvaluationBatch(batch=batch, answers=asked))
+        return batches
+
+    def _answered(self, number: int, answer: np.ndarray) -> PackedDocument:
+        packed = self._documents[number]
+        tokens = np.concatenate([packed.document.tokens[: self._asked[number].start], answer])
+        return packed._replace(document=dataclasses.replace(packed.document, tokens=tokens))
 
 
 def _read(document: Document, data: DataConfig, vision: VisionConfig, audio: AudioConfig | None) -> PackedDocument:

@@ -16,7 +16,7 @@ from mmjax.config import AudioConfig, DataConfig, ModelConfig, VisionConfig
 from mmjax.data.align import Sizes, read_patches, read_spectrograms
 from mmjax.data.batch import Batch
 from mmjax.data.cost import predicted_costs, quota_report, row_room
-from mmjax.data.evaluation import EvaluationBatch, evaluation_batches
+from mmjax.data.evaluation import EvaluationSet
 from mmjax.data.files import LostFileError
 from mmjax.data.index_cache import IndexCache
 from mmjax.data.measure import PIPELINE_VERSION, Aligner, Measured, check_budget
@@ -287,13 +287,13 @@ class Loader:
         steps = grain.MapDataset.range(start_step, sys.maxsize)
         return iter(steps.map(lambda step: self.batch(step, rows=rows, pool=pool)).to_iter_dataset(options))
 
-    def evaluation(self) -> list[EvaluationBatch]:
-        """The samples in source order, in rows that leave room for answers."""
+    def evaluation(self) -> EvaluationSet:
+        """The samples in source order, as questions."""
         readable = [int(number) for number in self._samples if self._read(int(number), 0) is not None]
         if not readable:
             raise _nothing_readable("evaluation")
         samples = [self._mixture[number] for number in readable]
-        return evaluation_batches(samples, self._aligner)
+        return EvaluationSet(samples, self._aligner)
 
     def position(self, step: int) -> dict[str, int]:
         """Where the plan stands before a step, to be kept with its checkpoint: a resume packs nothing before it."""

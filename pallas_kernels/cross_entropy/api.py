@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.cross_entropy import reference, xla
 
@@ -24,8 +24,10 @@ def cross_entropy(
         loss = sum_t weights[t] * (logsumexp_w(logits[t]) - logits[t, targets[t]]),   logits = hidden @ head
 
     Logits are accumulated, and all that follows is computed and returned, in at least float32; the head's gradient is
-    summed over chunks in it too. A token of weight 0 may have any target, also one outside the vocabulary (-100).
-    At most `chunk_tokens` tokens have logits at one time, forward and backward; T need not be a multiple of it.
+    summed over chunks in it too. A token of weight 0 may have any target, also one outside the vocabulary (-100). The
+    weights are constants: they get no gradient.
+    At most `chunk_tokens` tokens have logits at one time, forward and backward; T need not be a multiple of it. The
+    tokens that count come first, and chunks of others are left out: where answers alone count, prompts cost nothing.
     Under `vocabulary_axis`, inside `shard_map`, `head` is this device's slice of the vocabulary in the order of that
     mesh axis, targets index the whole vocabulary, and the loss is the same on every device of the axis.
 
@@ -41,6 +43,7 @@ def cross_entropy(
 def greedy_tokens(
     hidden: Float[Array, "T D"],
     head: Float[Array, "D W"],
+    is_wanted: Bool[Array, " T"],
     *,
     chunk_tokens: int,
     vocabulary_axis: str | None = None,
@@ -48,7 +51,7 @@ def greedy_tokens(
 ) -> Int32[Array, " T"]:
     """The token of the largest logit; of equal ones the lowest.
 
-        tokens[t] = argmax_w (hidden @ head)[t, w]
+        tokens[t] = argmax_w (hidden @ head)[t, w] where is_wanted[t], else 0
 
     Logits, chunks and `vocabulary_axis` as in `cross_entropy`; no gradient.
 
@@ -57,8 +60,8 @@ def greedy_tokens(
     """
     _check(chunk_tokens, vocabulary_axis, implementation)
     if implementation == "reference":
-        return reference.greedy_tokens(hidden, head)
-    return xla.greedy_tokens(hidden, head, chunk_tokens=chunk_tokens, vocabulary_axis=vocabulary_axis)
+        return reference.greedy_tokens(hidden, head, is_wanted)
+    return xla.greedy_tokens(hidden, head, is_wanted, chunk_tokens=chunk_tokens, vocabulary_axis=vocabulary_axis)
 
 
 def _check(chunk_tokens: int, vocabulary_axis: str | None, implementation: Implementation) -> None:

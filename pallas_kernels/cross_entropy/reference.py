@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 
 def cross_entropy(
@@ -12,12 +12,15 @@ def cross_entropy(
     """Weighted sum of `logsumexp(logits) - logits[target]`; a target outside the vocabulary has logit 0."""
     logits = _logits(hidden, head)
     target_logits = jnp.sum(logits * jax.nn.one_hot(targets, logits.shape[1], dtype=logits.dtype), axis=-1)
-    return jnp.sum(weights.astype(logits.dtype) * (jax.nn.logsumexp(logits, axis=-1) - target_logits))
+    weights = jax.lax.stop_gradient(weights).astype(logits.dtype)
+    return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - target_logits))
 
 
-def greedy_tokens(hidden: Float[Array, "T D"], head: Float[Array, "D W"]) -> Int32[Array, " T"]:
-    """Index of the largest logit, the lowest of equal ones."""
-    return jnp.argmax(_logits(hidden, head), axis=-1).astype(jnp.int32)
+def greedy_tokens(
+    hidden: Float[Array, "T D"], head: Float[Array, "D W"], is_wanted: Bool[Array, " T"]
+) -> Int32[Array, " T"]:
+    """Index of the largest logit, the lowest of equal ones; 0 where it is not wanted."""
+    return jnp.where(is_wanted, jnp.argmax(_logits(hidden, head), axis=-1), 0).astype(jnp.int32)
 
 
 def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:

@@ -18,7 +18,10 @@ def cross_entropy(
     vocabulary_axis: str | None,
 ) -> jax.Array:
     """See `api.cross_entropy`."""
-    wide = np.promote_types(hidden.dtype, np.float32)
+    wide, weights = np.promote_types(hidden.dtype, np.float32), lax.stop_gradient(weights)
+    if hidden.shape[0] > chunk_tokens:
+        # Those that count come first: chunks of the others alone need no logits.
+        hidden, targets, weights = _taken(jnp.argsort(weights == 0, stable=True), hidden, targets, weights)
     # Wide outside the loop, so that the loop's backward pass sums the head's gradient over chunks in that precision.
     hidden, head_wide = _alike(hidden, head.astype(wide))
     offset = _vocabulary_offset(head, vocabulary_axis)
@@ -27,6 +30,9 @@ def cross_entropy(
     @jax.checkpoint
     def chunk_loss(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         hidden, targets, weights = chunk
+        return lax.cond(jnp.any(weights != 0), counted_loss, no_loss, hidden, targets, weights)
+
+    def counted_loss(hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
         logits = _logits(hidden, head_wide.astype(hidden.dtype))
         largest = _over(lax.pmax, lax.stop_gradient(jnp.max(logits, axis=-1)), vocabulary_axis)
         total = _over(lax.psum, jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1), vocabulary_axis)
@@ -34,15 +40,27 @@ def cross_entropy(
         target_logit = _over(lax.psum, jnp.sum(jnp.where(is_target, logits, 0), axis=-1), vocabulary_axis)
         return jnp.sum(weights.astype(wide) * (largest + jnp.log(total) - target_logit))
 
+    def no_loss(hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+        # Of the same kind as a loss, varying over the same mesh axes.
+        return jnp.sum(jnp.zeros_like(weights, wide))
+
     return jnp.sum(lax.map(chunk_loss, _chunks(chunk_tokens, hidden, targets, weights)))
 
 
-def greedy_tokens(hidden: jax.Array, head: jax.Array, *, chunk_tokens: int, vocabulary_axis: str | None) -> jax.Array:
+def greedy_tokens(
+    hidden: jax.Array, head: jax.Array, is_wanted: jax.Array, *, chunk_tokens: int, vocabulary_axis: str | None
+) -> jax.Array:
     """See `api.greedy_tokens`."""
-    offset = _vocabulary_offset(head, vocabulary_axis)
+    offset, num_tokens = _vocabulary_offset(head, vocabulary_axis), hidden.shape[0]
+    order = jnp.argsort(~is_wanted, stable=True)
 
-    def best_tokens(chunk: tuple[jax.Array]) -> jax.Array:
-        logits = _logits(chunk[0], head)
+    def best_tokens(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return lax.cond(
+            jnp.any(chunk[1]), wanted_tokens, lambda hidden: jnp.zeros_like(hidden[:, 0], np.int32), chunk[0]
+        )
+
+    def wanted_tokens(hidden: jax.Array) -> jax.Array:
+        logits = _logits(hidden, head)
         best = jnp.max(logits, axis=-1)
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32) + offset
         if vocabulary_axis is None:
@@ -50,7 +68,14 @@ def greedy_tokens(hidden: jax.Array, head: jax.Array, *, chunk_tokens: int, voca
         is_behind = best < lax.pmax(best, vocabulary_axis)
         return lax.pmin(jnp.where(is_behind, jnp.iinfo(jnp.int32).max, token), vocabulary_axis)
 
-    return lax.map(best_tokens, _chunks(chunk_tokens, hidden)).reshape(-1)[: hidden.shape[0]]
+    tokens = lax.map(best_tokens, _chunks(chunk_tokens, *_taken(order, hidden, is_wanted))).reshape(-1)[:num_tokens]
+    (in_order,) = _taken(jnp.argsort(order), tokens)
+    return jnp.where(is_wanted, in_order, 0)
+
+
+def _taken(order: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays [T, ...] in another order: `order` holds each place once."""
+    return tuple(array.at[order].get(mode="promise_in_bounds", unique_indices=True) for array in arrays)
 
 
 def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:

@@ -226,14 +226,14 @@ def test_bad_samples_are_skipped_and_counted_and_an_error_when_none_is_left(writ
         digest(loader.batch(step)) for step in (3, 1)
     ]
     held_out = load(path, split="held_out", bad_sample="skip")
-    assert sum(len(batch.answers) for batch in held_out.evaluation()) == 3
+    assert sum(len(batch.answers) for batch in held_out.evaluation().batches()) == 3
     with pytest.raises(DataError, match=r"2 skipped, 0 dropped.*first error was.*line 1"):
         load(write_records(b"{", b"["), bad_sample="skip")
     all_cut = load(write_records(cut), bad_sample="skip")
     with pytest.raises(DataError, match="no readable sample"):
         all_cut.batch(0)
     with pytest.raises(DataError, match="no readable sample"):
-        load(write_records(cut), split="held_out", bad_sample="skip").evaluation()
+        load(write_records(cut), split="held_out", bad_sample="skip").evaluation().batches()
 
 
 def make_cut_png() -> bytes:
@@ -287,7 +287,7 @@ def test_evaluation_rows_hold_the_answer_and_room_for_the_longest_one(write_reco
     records = [chat("<image>first?", "a", name), chat("second?", "long one"), chat("third?", "abc")]
     records[2]["messages"] += [{"role": "user", "content": "<image>never read"}, {"role": "user", "content": "x"}]
     records[2]["images"] = [name]
-    batches = load(write_records(*records), split="held_out", rows=1).evaluation()
+    batches = load(write_records(*records), split="held_out", rows=1).evaluation().batches()
     found = {answer.question: (batch.batch, answer) for batch in batches for answer in batch.answers}
     assert list(found) == ["first?", "second?", "third?"]
     assert {name: answer.reference for name, (_, answer) in found.items()} == {
@@ -311,7 +311,7 @@ def test_evaluation_rows_hold_the_answer_and_room_for_the_longest_one(write_reco
 
 def test_an_answer_gets_what_room_a_row_has(write_records, chat):
     path = write_records(chat("q" * 50, "a"), chat("q", "b" * 30))
-    answers = [answer for batch in load(path, split="held_out").evaluation() for answer in batch.answers]
+    answers = [answer for batch in load(path, split="held_out").evaluation().batches() for answer in batch.answers]
     assert [answer.budget for answer in answers] == [64 - 53, 31]
 
 
@@ -350,7 +350,7 @@ def test_held_out_digits_are_never_trained_on_and_answers_are_right():
 
 def test_the_majority_guess_is_the_share_of_the_commonest_answer_of_each_kind():
     loader = Loader(dataclasses.replace(SMALL, eval_samples=60), VISION, 0, "held_out")
-    answers = [answer for batch in loader.evaluation() for answer in batch.answers]
+    answers = [answer for batch in loader.evaluation().batches() for answer in batch.answers]
     assert len(answers) == 60
     scores = majority_baseline(answers)
     hits = 0

@@ -25,10 +25,10 @@ def arguments(weights=None):
 
 
 def loss_and_gradients(factor, hidden, head, targets, weights, **settings):
-    def scaled(hidden, head, weights):
+    def scaled(hidden, head):
         return factor * cross_entropy(hidden, head, targets, weights, **settings)
 
-    return jax.value_and_grad(scaled, argnums=(0, 1, 2))(hidden, head, weights)
+    return jax.value_and_grad(scaled, argnums=(0, 1))(hidden, head)
 
 
 whole_logits = jax.jit(partial(loss_and_gradients, chunk_tokens=1, implementation="reference"))
@@ -53,16 +53,29 @@ def test_tokens_of_weight_zero_and_their_targets_do_not_count():
         hidden, head, targets, weights = arguments()
         kept = np.flatnonzero(np.asarray(weights))
         run = jax.jit(partial(loss_and_gradients, 1.0, chunk_tokens=6))
-        loss, (to_hidden, to_head, _) = run(hidden, head, targets, weights)
-        alone, (to_hidden_alone, to_head_alone, _) = run(hidden[kept], head, targets[kept], weights[kept])
+        loss, (to_hidden, to_head) = run(hidden, head, targets, weights)
+        alone, (to_hidden_alone, to_head_alone) = run(hidden[kept], head, targets[kept], weights[kept])
     assert 0 < len(kept) < TOKENS
     assert_close((loss, to_hidden[kept], to_head), (alone, to_hidden_alone, to_head_alone))
     assert np.all(np.delete(np.asarray(to_hidden), kept, axis=0) == 0)
 
 
+@pytest.mark.parametrize("counted", [[], [0, 9, 21], range(TOKENS)])
+def test_chunks_without_a_token_that_counts_are_left_out(counted):
+    weights = np.zeros(TOKENS)
+    weights[list(counted)] = 1.0
+    with jax.enable_x64(True):
+        hidden, head, targets, weights = arguments(weights)
+        # Were they reached, numbers that are none would show it, forward and backward.
+        spoilt = jnp.where((weights == 0)[:, None], jnp.nan, hidden)
+        run = jax.jit(partial(loss_and_gradients, 1.0, chunk_tokens=3 if len(counted) == 3 else 1))
+        loss, (to_hidden, to_head) = run(spoilt, head, targets, weights)
+        assert_close((loss, to_hidden, to_head), whole_logits(1.0, hidden, head, targets, weights))
+
+
 def test_no_supervised_token_gives_zero_loss_and_zero_gradients():
     run = jax.jit(partial(loss_and_gradients, 1.0, chunk_tokens=6))
-    loss, (to_hidden, to_head, _) = run(*arguments(np.zeros(TOKENS)))
+    loss, (to_hidden, to_head) = run(*arguments(np.zeros(TOKENS)))
     assert all(np.all(np.asarray(zero) == 0) for zero in (loss, to_hidden, to_head))
 
 
@@ -77,9 +90,9 @@ def test_bfloat16_sums_the_head_gradient_over_chunks_in_float32():
     hidden = jnp.asarray(1 + 0.1 * random.normal(size=(512, 8)), jnp.bfloat16)
     head = jnp.asarray(random.normal(size=(8, 16)), jnp.bfloat16)
     targets, weights = jnp.asarray(random.integers(0, 16, 512), jnp.int32), jnp.ones(512)
-    loss, (_, to_head, _) = jax.jit(partial(loss_and_gradients, chunk_tokens=1))(1.0, hidden, head, targets, weights)
+    loss, (_, to_head) = jax.jit(partial(loss_and_gradients, chunk_tokens=1))(1.0, hidden, head, targets, weights)
     wide = (hidden.astype(jnp.float32), head.astype(jnp.float32))
-    expected, (_, to_head_wide, _) = whole_logits(1.0, *wide, targets, weights)
+    expected, (_, to_head_wide) = whole_logits(1.0, *wide, targets, weights)
     assert loss.dtype == jnp.float32
     assert_close(loss, expected, 1e-5)
     # bfloat16 keeps 2^-9; sums in bfloat16 over 512 chunks would be off by several times this.
@@ -104,7 +117,7 @@ def test_neither_pass_holds_all_logits():
 def split_over_devices(function, num_outputs_split):
     """`function(hidden, head, ...)` with tokens split over two devices and the vocabulary over two others."""
     mesh = jax.make_mesh((2, 2), ("rows", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    outputs = (P(), (P("rows"), P(None, "tensor"), P("rows"))) if num_outputs_split == 3 else P("rows")
+    outputs = (P(), (P("rows"), P(None, "tensor"))) if num_outputs_split == 3 else P("rows")
     inputs = (P("rows"), P(None, "tensor"), P("rows"), P("rows"))
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=True))
 
@@ -112,11 +125,11 @@ def split_over_devices(function, num_outputs_split):
 @pytest.mark.parametrize("chunk_tokens", [4, 64])
 def test_a_split_vocabulary_equals_one_device(chunk_tokens):
     def local(hidden, head, targets, weights):
-        def scaled(hidden, head, weights):
+        def scaled(hidden, head):
             loss = cross_entropy(hidden, head, targets, weights, chunk_tokens=chunk_tokens, vocabulary_axis="tensor")
             return 3 * jax.lax.psum(loss, "rows")
 
-        return jax.value_and_grad(scaled, argnums=(0, 1, 2))(hidden, head, weights)
+        return jax.value_and_grad(scaled, argnums=(0, 1))(hidden, head)
 
     with jax.enable_x64(True):
         arrays = arguments()
@@ -130,18 +143,36 @@ def test_greedy_tokens_are_the_lowest_best_whole_and_split():
     head = jnp.round(head)
     head = jnp.concatenate([head[:, :3], head[:, :3], head[:, :3], head[:, :3]], axis=1)
     expected = np.argmax(np.asarray(hidden) @ np.asarray(head), axis=1)
-    whole = greedy_tokens(hidden, head, chunk_tokens=4)
+    everywhere = jnp.ones(TOKENS, bool)
+    whole = greedy_tokens(hidden, head, everywhere, chunk_tokens=4)
     np.testing.assert_array_equal(whole, expected)
-    np.testing.assert_array_equal(greedy_tokens(hidden, head, chunk_tokens=4, implementation="reference"), expected)
+    by_definition = greedy_tokens(hidden, head, everywhere, chunk_tokens=4, implementation="reference")
+    np.testing.assert_array_equal(by_definition, expected)
 
     def local(hidden, head, targets, weights):
-        return greedy_tokens(hidden, head, chunk_tokens=4, vocabulary_axis="tensor")
+        return greedy_tokens(hidden, head, targets == targets, chunk_tokens=4, vocabulary_axis="tensor")
 
     np.testing.assert_array_equal(split_over_devices(local, 1)(hidden, head, targets, weights), expected)
     reverse = head[:, ::-1].at[:, -1].add(100 * jnp.ones(WIDTH))
     best = np.argmax(np.asarray(hidden) @ np.asarray(reverse), axis=1)
     assert np.any(best >= VOCABULARY // 2)
     np.testing.assert_array_equal(split_over_devices(local, 1)(hidden, reverse, targets, weights), best)
+
+
+@pytest.mark.parametrize("wanted", [[], [3], [0, 5, 8, 13, 21]])
+def test_greedy_tokens_are_found_where_they_are_wanted_alone(wanted):
+    hidden, head, targets, _ = arguments()
+    is_wanted = jnp.isin(jnp.arange(TOKENS), jnp.asarray(wanted, jnp.int32))
+    expected = np.where(is_wanted, np.argmax(np.asarray(hidden) @ np.asarray(head), axis=1), 0)
+    np.testing.assert_array_equal(greedy_tokens(hidden, head, is_wanted, chunk_tokens=2), expected)
+    whole = greedy_tokens(hidden, head, is_wanted, chunk_tokens=2, implementation="reference")
+    np.testing.assert_array_equal(whole, expected)
+
+    def local(hidden, head, targets, weights):
+        return greedy_tokens(hidden, head, weights > 0, chunk_tokens=2, vocabulary_axis="tensor")
+
+    split = split_over_devices(local, 1)(hidden, head, targets, is_wanted.astype(hidden.dtype))
+    np.testing.assert_array_equal(split, expected)
 
 
 def test_bad_arguments_are_refused():
