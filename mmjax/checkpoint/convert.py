@@ -21,6 +21,7 @@ from mmjax.checkpoint.manifest import Damage, describe_files, listed, read_manif
 from mmjax.checkpoint.matching import Match, Matching, match, packed_slots
 from mmjax.checkpoint.released_config import check_companions
 from mmjax.checkpoint.released_files import ReleasedFiles
+from mmjax.checkpoint.released_processor import with_processor
 from mmjax.checkpoint.safetensors_files import dtype_name, write_file
 from mmjax.checkpoint.weights import ARRAYS, CONVERTED, MODEL, RELEASED
 from mmjax.config import to_yaml
@@ -73,6 +74,7 @@ def convert(
         if not (folder / RELEASED / "config.json").exists():
             (folder / RELEASED / "config.json").write_text(json.dumps(released.config, indent=2) + "\n")
         check_companions(folder / RELEASED, released.config, matching.model)
+        model = with_processor(folder / RELEASED, matching.model)
         writer = ArrayWriter(folder / ARRAYS)
         stack.callback(writer.close)
         filler = _Filler(writer, matching, dtypes, memory_bytes)
@@ -86,7 +88,7 @@ def convert(
             progress.remark(text)
         _write_buffers(matching, released, folder / RELEASED)
         (folder / RELEASED / TENSORS).write_text(json.dumps(_describe(matching, released)))
-        (folder / MODEL).write_text(to_yaml(matching.model), encoding="utf-8")
+        (folder / MODEL).write_text(to_yaml(model), encoding="utf-8")
         arrays = writer.finish()
         # Arrays have digests of their own; their files, which may be hundreds of thousands, are not looked at again.
         files = describe_files(folder, leave_out=ARRAYS)

@@ -1,7 +1,8 @@
 """Pictures: opened safely, resized to a budget of patches, cut into patches in merge order.
 
 The rules are those of Kimi's processor: scale down only, pad with black at the right and bottom to whole merge groups,
-normalise to (x / 255 - 0.5) / 0.5. Pixels are taken as stored (no EXIF rotation); of an animation, the first frame.
+normalise to (x / 255 - 0.5) / 0.5 unless a release says otherwise. Pixels are taken as stored (no EXIF rotation); of an
+animation, the first frame.
 """
 
 import functools
@@ -22,6 +23,7 @@ from mmjax.errors import DataError
 # Formats that are pictures and nothing else: EPS and SVG are programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MAX_SIDE_PATCHES = 512
+HALF = (0.5, 0.5, 0.5)
 MAX_VIDEO_PIXELS = 500_000_000
 """Of all frames of a video together."""
 # Pillow's own limit raises from inside `open`, without our message; ours is tested before any decoding.
@@ -90,14 +92,19 @@ def resize(
     return np.asarray(image.resize(size, kernel)).reshape(size[1], size[0], -1)
 
 
-def to_patches(pixels: np.ndarray, patch_pixels: int) -> np.ndarray:
-    """uint8 [height, width, C] -> float32 [patches, C*p*p], padded, normalised, in merge order."""
+def to_patches(
+    pixels: np.ndarray, patch_pixels: int, mean: tuple[float, ...] = HALF, deviation: tuple[float, ...] = HALF
+) -> np.ndarray:
+    """uint8 [height, width, C] -> float32 [patches, C*p*p], padded, (x / 255 - mean) / deviation, in merge order."""
     rows, columns = grid(pixels.shape[1], pixels.shape[0], patch_pixels=patch_pixels)
     padding = (rows * patch_pixels - pixels.shape[0], columns * patch_pixels - pixels.shape[1])
     padded = np.pad(pixels, ((0, padding[0]), (0, padding[1]), (0, 0))) if any(padding) else pixels
     cells = padded.reshape(rows // 2, 2, patch_pixels, columns // 2, 2, patch_pixels, -1)
-    ordered = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, -1)
-    return ordered.astype(np.float32) / np.float32(127.5) - np.float32(1)
+    channels = pixels.shape[2]
+    ordered = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, channels, -1)
+    mean_of, deviation_of = (np.array(numbers[:channels], np.float32)[:, None] for numbers in (mean, deviation))
+    scaled = ordered.astype(np.float32) / (np.float32(255) * deviation_of) - mean_of / deviation_of
+    return scaled.reshape(rows * columns, -1)
 
 
 @functools.cache

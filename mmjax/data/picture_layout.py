@@ -5,7 +5,8 @@ clip       one square of the tower's size, or that and tiles; a slot for the cla
 qwen3_vl   resized to whole windows of 2x2 patches, each patch repeated for its frames; one feature a window
 fuyu       scaled down to fit, padded to whole patches; a feature a patch, a newline token behind each row of them
 
-The rules and numbers are those of the released processors (`mmjax/presets`); `max_patches` may shrink a picture more.
+The rules and numbers are those of the released processors (`mmjax/presets`), where a release gives no numbers of its
+own; `max_patches` may shrink a picture more.
 """
 
 import math
@@ -21,6 +22,14 @@ from mmjax.presets import fuyu, llava, qwen3_vl
 # Among numbers of features: an ordinary token; a token that the learned newline stands in for.
 ORDINARY = -1
 NEWLINE = llava.NEWLINE
+
+# (mean, deviation) of the pixels that the released towers of each kind see.
+_STATISTICS = {
+    "moonvit": (images.HALF, images.HALF),
+    "clip": (llava.PIXEL_MEAN, llava.PIXEL_DEVIATION),
+    "qwen3_vl": (qwen3_vl.PIXEL_MEAN, qwen3_vl.PIXEL_DEVIATION),
+    "fuyu": (fuyu.PIXEL_MEAN, fuyu.PIXEL_DEVIATION),
+}
 
 _BICUBIC, _BILINEAR = PIL.Image.Resampling.BICUBIC, PIL.Image.Resampling.BILINEAR
 
@@ -55,6 +64,8 @@ def lay_out(height: int, width: int, vision: VisionConfig, max_patches: int) -> 
     """
     match vision.kind:
         case "moonvit":
+            if vision.max_pixels:
+                max_patches = min(max_patches, vision.max_pixels // vision.patch_pixels**2)
             fitted = images.fitted_size(width, height, patch_pixels=vision.patch_pixels, max_patches=max_patches)
             return _windows((fitted[1], fitted[0]), images.grid(*fitted, patch_pixels=vision.patch_pixels))
         case "qwen3_vl":
@@ -80,17 +91,18 @@ def over_frames(layout: PictureLayout, num_frames: int) -> PictureLayout:
 def cut(pixels: np.ndarray, layout: PictureLayout, vision: VisionConfig) -> np.ndarray:
     """`pixels`, uint8 [height, width, C] of the whole picture, as float32 [p, values of a patch] in its layout."""
     side = vision.patch_pixels
+    mean, deviation = pixel_statistics(vision)
     match vision.kind:
         case "moonvit":
-            return images.to_patches(_resized(pixels, layout.size), side)
+            return images.to_patches(_resized(pixels, layout.size), side, mean, deviation)
         case "qwen3_vl":
-            scaled = _normalised(_resized(pixels, layout.size), qwen3_vl.PIXEL_MEAN, qwen3_vl.PIXEL_DEVIATION)
+            scaled = _normalised(_resized(pixels, layout.size), mean, deviation)
             rows, columns = layout.grid[0, 1:]
             cells = scaled.reshape(rows // 2, 2, side, columns // 2, 2, side, -1).transpose(0, 3, 1, 4, 6, 2, 5)
             frames = np.broadcast_to(cells[..., None, :, :], (*cells.shape[:5], vision.frames_per_patch, side, side))
             return frames.reshape(layout.num_patches, vision.patch_values)
         case "clip":
-            pieces = _normalised(_pieces(pixels, layout, vision), llava.PIXEL_MEAN, llava.PIXEL_DEVIATION)
+            pieces = _normalised(_pieces(pixels, layout, vision), mean, deviation)
             cells = pieces.reshape(len(pieces), vision.table_rows, side, vision.table_columns, side, -1)
             patches = cells.transpose(0, 1, 3, 5, 2, 4).reshape(len(pieces), -1, vision.patch_values)
             return np.pad(patches, ((0, 0), (1, 0), (0, 0))).reshape(layout.num_patches, vision.patch_values)
@@ -99,9 +111,15 @@ def cut(pixels: np.ndarray, layout: PictureLayout, vision: VisionConfig) -> np.n
             rest = (rows * side - layout.size[0], columns * side - layout.size[1])
             padding = ((0, rest[0]), (0, rest[1]), (0, 0))
             scaled = np.pad(_resized(pixels, layout.size, _BILINEAR), padding, constant_values=fuyu.PADDING_PIXEL)
-            scaled = _normalised(scaled, fuyu.PIXEL_MEAN, fuyu.PIXEL_DEVIATION)
+            scaled = _normalised(scaled, mean, deviation)
             cells = scaled.reshape(rows, side, columns, side, -1).transpose(0, 2, 1, 3, 4)
             return cells.reshape(layout.num_patches, vision.patch_values)
+
+
+def pixel_statistics(vision: VisionConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(mean, deviation) by channel: pixels are (x / 255 - mean) / deviation."""
+    mean, deviation = _STATISTICS[vision.kind]
+    return vision.pixel_mean or mean, vision.pixel_deviation or deviation
 
 
 def _windows(size: tuple[int, int], grid: tuple[int, int]) -> PictureLayout:
@@ -117,7 +135,8 @@ def _windows(size: tuple[int, int], grid: tuple[int, int]) -> PictureLayout:
 
 def _stretched_windows(height: int, width: int, vision: VisionConfig, max_patches: int) -> PictureLayout:
     factor, most = 2 * vision.patch_pixels, max_patches * vision.patch_pixels**2
-    limits = {"min_pixels": min(qwen3_vl.MIN_PIXELS, most), "max_pixels": min(qwen3_vl.MAX_PIXELS, most)}
+    least, largest = vision.min_pixels or qwen3_vl.MIN_PIXELS, vision.max_pixels or qwen3_vl.MAX_PIXELS
+    limits = {"min_pixels": min(least, most), "max_pixels": min(largest, most)}
     rows, columns = (side // factor for side in qwen3_vl.fitted_size(height, width, factor=factor, **limits))
     # A long, thin picture keeps one window across: the rule then goes beyond its own limit.
     if rows > columns:
