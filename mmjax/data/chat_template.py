@@ -182,7 +182,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         raise DataError(
             where, found=type(template).__name__, expected="a text, or one named default", remedy="download it again"
         )
-    return ChatTemplate(where, template, _special_tokens(config))
+    return ChatTemplate(where, template, special_tokens(config))
 
 
 def read_template_file(path: Path, folder: Path) -> ChatTemplate:
@@ -197,10 +197,10 @@ def read_template_file(path: Path, folder: Path) -> ChatTemplate:
     except (OSError, UnicodeDecodeError) as error:
         found = reason(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
         raise DataError(str(path), found=found, expected="a chat template", remedy="download the file again") from error
-    return ChatTemplate(str(path), text, _special_tokens(read_object(folder / "tokenizer_config.json")))
+    return ChatTemplate(str(path), text, special_tokens(read_object(folder / "tokenizer_config.json")))
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """The texts of `bos_token` and its like in a tokenizer_config.json."""
     texts = {
         name: value.get("content") if isinstance(value, dict) else value

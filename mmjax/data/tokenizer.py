@@ -7,7 +7,8 @@ A message is written as
 where the header is one token of the bytes tokenizer, and the role's name and a line break ("user\\n") with a
 `tokenizer.json`: a header stands only after an end token, so the same words inside a message are nothing but words.
 With `data.start_token` this token stands before the role, and a line break between messages: ChatML, if the tokens are
-"<|im_start|>" and "<|im_end|>".
+"<|im_start|>" and "<|im_end|>". Where the tokenizer_config.json beside the file says `add_bos_token`, its `bos_token`
+opens each conversation.
 A picture is one image token for each merged patch, a sound one audio token for each of its features.
 """
 
@@ -19,6 +20,7 @@ from typing import Protocol
 import tokenizers
 
 from mmjax.config import DataConfig
+from mmjax.data.chat_template import read_object, special_tokens
 from mmjax.data.files import open_regular, reason
 from mmjax.data.sources.conversation import ROLES, Role
 from mmjax.errors import DataError
@@ -127,6 +129,12 @@ class FileTokenizer:
             remedy = "set data.newline_token to a token of the file"
             raise _refusal(path, f"no token {newline_token!r}, the value of data.newline_token", remedy)
         self._start_token_id = added[start_token] if start_token else None
+        if (begin_token := _begin_token(path)) and begin_token not in added:
+            raise _refusal(path, f"no added token {begin_token!r}, the bos_token beside it", "take both files anew")
+        # A conversation that opens with it anyway is not given it twice.
+        self._opening = [added[begin_token]] if begin_token and begin_token != start_token else []
+        if self._opening:
+            control["bos_token"] = given["bos_token"] = begin_token
         self.pad_token_id = self.end_token_id
         self.vocabulary_size = 1 + max(self._tokenizer.get_vocab().values())
         self.digest = hashlib.sha256(content + "\n".join(given.values()).encode()).hexdigest()
@@ -154,13 +162,24 @@ class FileTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def header(self, role: Role, *, is_first: bool = True) -> list[int]:
-        opening = self.encode(f"{role}\n")
+        opening, before = self.encode(f"{role}\n"), self._opening if is_first else []
         if self._start_token_id is None:
-            return opening
-        return [*([] if is_first else self.encode("\n")), self._start_token_id, *opening]
+            return [*before, *opening]
+        return [*before, *([] if is_first else self.encode("\n")), self._start_token_id, *opening]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode([token for token in ids if token not in self._control], skip_special_tokens=True)
+
+
+def _begin_token(path: Path) -> str:
+    """The text of the token that opens what the tokenizer of this file encodes; empty for none."""
+    settings = read_object(path.with_name("tokenizer_config.json"))
+    if settings.get("add_bos_token") is not True:
+        return ""
+    if token := special_tokens(settings).get("bos_token"):
+        return token
+    where = path.with_name("tokenizer_config.json")
+    raise _refusal(where, "add_bos_token true and no bos_token", "add the token, or set add_bos_token to false")
 
 
 def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, bytes]:

@@ -34,7 +34,8 @@ class ClipTower(nnx.Module):
         self.patch_embedding = parameter(initializer, (vision.patch_values, width), (None, "model_weight"), dtype)
         self.position_table = parameter(initializer, (num_positions, width), (None, "model_weight"), dtype)
         self.input_norm = LayerNorm(width, vision.norm_epsilon, dtype)
-        self.layers = stacked(EncoderLayer(vision, initializer, dtype), vision.num_layers)
+        num_used = max(vision.feature_depths)
+        self.layers = stacked(EncoderLayer(vision, initializer, dtype), vision.num_layers, num_used=num_used)
         self.final_norm = LayerNorm(width, vision.norm_epsilon, dtype)
 
     def __call__(self, patches: jax.Array, segment_ids: jax.Array, position: jax.Array) -> jax.Array:

@@ -9,15 +9,20 @@ from flax import nnx
 Layer = TypeVar("Layer", bound=nnx.Module)
 
 
-def stacked(layer: Layer, num_repeats: int) -> Layer:
+def stacked(layer: Layer, num_repeats: int, stack_axis: str | None = None, num_used: int | None = None) -> Layer:
     """The described module `layer` as a stack of `num_repeats` of them: each variable gains a leading axis.
 
-    `array_axes` go on naming the axes of one layer; the leading axis is implied.
+    `array_axes` go on naming the axes of one layer; `stack_axis` names the leading one. `num_used`: the
+    layers behind so many are held and never run, so the optimizer leaves them as they are.
     """
+
+    is_partly_used = num_used is not None and num_used < num_repeats
 
     def add_axis(variable: nnx.Variable) -> nnx.Variable:
         one = variable.get_value()
-        return variable.replace(jax.ShapeDtypeStruct((num_repeats, *one.shape), one.dtype))
+        described = jax.ShapeDtypeStruct((num_repeats, *one.shape), one.dtype)
+        more = {"num_used": num_used} if is_partly_used else {}
+        return variable.replace(described, stack_axis=stack_axis, **more)
 
     graph, state = nnx.split(layer)
     return nnx.merge(graph, jax.tree.map(add_axis, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
@@ -27,6 +32,13 @@ def part_of_stack(stack: nnx.Module, start: int, stop: int) -> nnx.Module:
     """Layers `start` to `stop` of a stack, as a stack."""
     graph, state = nnx.split(stack)
     return nnx.merge(graph, jax.tree.map(lambda array: array[start:stop], state))
+
+
+def every_nth(stack: Layer, start: int, step: int, number: int) -> Layer:
+    """The layers `start`, `start + step`, ... of a stack, `number` of them, as a stack."""
+    graph, state = nnx.split(stack)
+    stop = start + (number - 1) * step + 1
+    return nnx.merge(graph, jax.tree.map(lambda array: array[start:stop:step], state))
 
 
 def scan_stack(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from mmjax.axes import holds_experts
 from mmjax.config import OptimizerConfig
 
 # Last words of the paths of parameters with several axes that are no matrices: tables and elementwise factors.
@@ -63,7 +64,7 @@ def make_optimizer(
 
     `parameters` are the model's abstract variables by path: their `array_axes` tell matrices, heads and stacked axes.
     Gradients must be global arrays (outside `shard_map`), so that norm and orthogonalisation see whole ones.
-    Weight decay touches matrices and tables only.
+    Weight decay touches matrices and tables only, and no layer that is held and never run.
 
     Source: AdamW, arXiv:1711.05101; Muon with the RMS of AdamW's updates, arXiv:2502.16982; per-head Muon, Kimi K3
     technical report, arXiv:2607.24653, section 2.5.
@@ -88,7 +89,21 @@ def make_optimizer(
         names = {path: "adamw" if axes is None else "muon" for path, axes in matrices.items()}
         update = optax.partition({"muon": muon, "adamw": update}, names)
     clip = optax.clip_by_global_norm(config.max_gradient_norm) if config.max_gradient_norm else optax.identity()
-    return optax.chain(clip, update)
+    num_used = {path: n for path, v in parameters.items() if (n := v.get_metadata().get("num_used")) is not None}
+    return optax.chain(clip, update, *([_leave_unused(num_used)] if num_used else []))
+
+
+def _leave_unused(num_used: Mapping[str, int]) -> optax.GradientTransformation:
+    """No update for the layers of a stack behind its first `num_used`."""
+
+    def apply(update: jax.Array, number: int) -> jax.Array:
+        is_used = jnp.arange(len(update)).reshape(-1, *[1] * (update.ndim - 1)) < number
+        return jnp.where(is_used, update, jnp.zeros_like(update))
+
+    def apply_to_all(updates: Any, _: Any) -> Any:
+        return {path: apply(u, num_used[path]) if path in num_used else u for path, u in updates.items()}
+
+    return optax.stateless(apply_to_all)
 
 
 def matrix_axes(path: str, variable: nnx.Variable, config: OptimizerConfig) -> MatrixAxes | None:
@@ -100,7 +115,7 @@ def matrix_axes(path: str, variable: nnx.Variable, config: OptimizerConfig) -> M
     if len(array_axes) < 2 or _is(path, (*TABLES, *ELEMENTWISE)):
         return None
     num_stacked = variable.get_value().ndim - len(array_axes)
-    first, *rest = (num_stacked + axis for axis, name in enumerate(array_axes) if name != "experts")
+    first, *rest = (num_stacked + axis for axis, name in enumerate(array_axes) if not holds_experts([name]))
     if _is(path, PER_HEAD) and len(rest) > 1:
         return MatrixAxes((first,), tuple(rest[-1:] if config.muon_heads == "per_head" else rest[-2:]))
     # The first factor of an adapter ends in `down` too, and may have several axes of inputs.

@@ -70,7 +70,7 @@ def read_persimmon(text: Fields, vision: VisionConfig) -> ModelConfig:
             projection_bias=True,
             output_bias=True,
             head_norm=True,
-            rotary=read_rotary(text, head_width, partial_factor=0.5, default_base=25_000.0).rotary,
+            rotary=read_rotary(text, head_width, partial_factor=0.5).rotary,
         ),
         moe=MoeConfig(num_dense_layers=num_layers, dense_width=text.take("intermediate_size")),
         vision=vision,

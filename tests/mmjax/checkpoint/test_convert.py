@@ -3,6 +3,7 @@ import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
+from mmjax import train
 from mmjax.checkpoint.codecs import decode_mxfp4
 from mmjax.checkpoint.convert import Progress, convert
 from mmjax.checkpoint.export import converted_arrays, export, run_arrays
@@ -21,6 +23,7 @@ from mmjax.errors import CheckpointError
 from mmjax.models.families import family_of
 from mmjax.models.families.released import from_released
 from mmjax.parallel.mesh import make_mesh
+from mmjax.training.step import init_state, make_value_and_gradient, place_batch
 
 
 def _progress(remarks: list[str] | None = None) -> Progress:
@@ -388,3 +391,46 @@ def test_names_whose_root_was_dropped_or_doubled_come_back_as_they_were(tmp_path
     }
     source = releases.write(tmp_path / "source", config, renamed)
     assert _files(_out(_in(source, tmp_path / "ours"), tmp_path / "back")) == _files(source)
+
+
+@pytest.mark.parametrize(
+    ("wide", "options", "expected"),
+    [
+        ((), ["--lora.rank", "4"], "bfloat16"),
+        ((), [], "float32"),
+        ((), ["--lora.rank", "4", "--model.parameter-dtype", "float32"], "float32"),
+        # One array that bfloat16 would round.
+        (("model.norm.weight",), ["--lora.rank", "4"], "float32"),
+    ],
+    ids=["adapters", "all of it", "asked for", "mixed"],
+)
+def test_a_frozen_base_rests_in_the_dtype_it_was_released_in(tmp_path, releases, wide, options, expected):
+    config = releases.llama_config()
+    tensors = releases.random_tensors(config)
+    tensors |= {name: tensors[name].astype(np.float32) for name in wide}
+    folder = _in(releases.write(tmp_path / "source", config, tensors), tmp_path / "ours")
+    settings = train.read_command(["--weights", str(folder), *options]).settings
+    assert settings.model.parameter_dtype == expected
+
+
+def test_a_base_in_bfloat16_gives_the_loss_and_gradients_of_one_in_float32(tmp_path, releases, make_batch):
+    config = releases.llama_config()
+    folder = _in(releases.write(tmp_path / "source", config, releases.random_tensors(config)), tmp_path / "ours")
+    mesh, found = make_mesh(MeshConfig()), {}
+    for dtype in ("bfloat16", "float32"):
+        options = ["--weights", str(folder), "--lora.rank", "4", "--model.parameter-dtype", dtype]
+        # Computed in float64, where nothing but the base's own numbers can tell the two apart.
+        run = train.read_command([*options, "--model.compute-dtype", "float64"]).settings
+        with jax.enable_x64(True):
+            state, batch = init_state(run, mesh), make_batch(run.model, rows=2)
+            assert state.frozen["decoder.embedding"].dtype == dtype
+            # B starts at zero, which would hide the gradient of A.
+            random, factors = np.random.default_rng(0), {}
+            for path, array in sorted(state.parameters.items()):
+                factors[path] = jnp.asarray(random.normal(size=array.shape, scale=0.1), array.dtype)
+            step = jax.jit(make_value_and_gradient(run, mesh))
+            loss, _, _, gradients = step(factors, state.router_biases, place_batch(batch, mesh), state.frozen)
+        found[dtype] = {"loss": loss} | gradients
+    for name, value in found["float32"].items():
+        scale = np.abs(value).max()
+        assert np.abs(np.asarray(found["bfloat16"][name]) - np.asarray(value)).max() <= 1e-6 * scale, name

@@ -1,3 +1,4 @@
+import json
 import os
 
 import pytest
@@ -75,6 +76,33 @@ def test_with_a_start_token_a_conversation_is_written_as_chatml(tmp_path):
         ids += [*tokenizer.header(role, is_first=not ids), *tokenizer.encode(text), tokenizer.end_token_id]
     assert ids == file.encode("\n".join(f"<|other|>{role}\n{text}{END}" for role, text in turns)).ids
     assert file.token_to_id("<|other|>") not in tokenizer.encode("<|other|>")
+
+
+def beside(path, **settings) -> None:
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_a_release_whose_tokenizer_adds_one_has_a_token_before_each_conversation(tmp_path):
+    plain = opened(byte_level(special=True), tmp_path)
+    beside(tmp_path, add_bos_token=False, bos_token="<|other|>")
+    assert opened(byte_level(special=True), tmp_path).digest == plain.digest
+    beside(tmp_path, add_bos_token=True, bos_token={"content": "<|other|>", "lstrip": False})
+    tokenizer = opened(byte_level(special=True), tmp_path)
+    begin = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<|other|>")
+    assert tokenizer.header("user") == [begin, *plain.header("user")]
+    assert tokenizer.header("user", is_first=False) == plain.header("user", is_first=False)
+    assert begin not in tokenizer.encode("<|other|>") and tokenizer.decode([begin, *tokenizer.encode("a")]) == "a"
+    assert tokenizer.digest != plain.digest
+    # ChatML whose first token it is: once is enough.
+    chat = FileTokenizer(tmp_path / "tokenizer.json", image_token="", end_token=END, start_token="<|other|>")
+    assert chat.header("user").count(begin) == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"bos_token": "<|none|>"}, {"bos_token": None}])
+def test_a_token_that_is_to_begin_and_is_not_there_is_refused(tmp_path, settings):
+    beside(tmp_path, add_bos_token=True, **settings)
+    with pytest.raises(DataError, match="bos_token"):
+        opened(byte_level(special=True), tmp_path)
 
 
 def test_the_bytes_tokenizer_has_one_id_for_each_role_and_stays_below_320():

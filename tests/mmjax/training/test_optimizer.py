@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from mmjax.config import OptimizerConfig
+from mmjax.config import ModelConfig, MoeConfig, OptimizerConfig, VisionConfig
 from mmjax.models.multimodal import define
 from mmjax.presets.kimi_k3 import kimi_k3_tiny
 from mmjax.training.optimizer import make_optimizer, matrix_axes
@@ -201,3 +201,24 @@ def test_updates_follow_the_formulas_of_muon_and_adamw(name, muon_heads):
             weight = weight - rate * (direction + (0.3 * weight if IS_DECAYED[path] else 0))
         # The learning rate alone is a float32.
         np.testing.assert_allclose(found[path], weight, rtol=0, atol=1e-9 * np.abs(weight).max(), err_msg=path)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_layers_that_are_held_and_never_run_stay_as_they_are(name):
+    # Features are taken after two of three layers.
+    vision = VisionConfig(kind="clip", num_layers=3, width=8, num_heads=1, head_width=8, feature_depths=(1, 2))
+    model = ModelConfig(num_layers=1, full_attention_layers=(0,), moe=MoeConfig(num_dense_layers=1), vision=vision)
+    variables = {path: v for path, v in define(model).parameters.items() if path.startswith("vision.")}
+    random = np.random.default_rng(0)
+    parameters = {path: random.normal(size=v.get_value().shape).astype(np.float32) for path, v in variables.items()}
+    optimizer = make_optimizer(OptimizerConfig(name=name, warmup_steps=0), 10, variables)
+    # As backpropagation gives them: none behind the second layer.
+    gradients = {path: np.ones_like(array) for path, array in parameters.items()}
+    for path, gradient in gradients.items():
+        if path.startswith("vision.layers."):
+            gradient[2:] = 0
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        updates, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(gradients, parameters)
+    for path, update in updates.items():
+        if path.startswith("vision.layers."):
+            assert np.all(update[2:] == 0) and np.all(np.any(update[:2].reshape(2, -1) != 0, axis=1)), path

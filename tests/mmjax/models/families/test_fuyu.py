@@ -66,6 +66,16 @@ def test_fuyu_equals_transformers(in_float64, randomise, picture_parity):
     picture_parity(fuyu, theirs, alone, inputs, packed, [(1, 0), (0, 0), (0, 5)])
 
 
+def test_without_rotary_settings_the_base_is_that_of_transformers():
+    config = config_of()
+    theirs = transformers.FuyuConfig(text_config={n: v for n, v in PERSIMMON.items() if n != "rope_parameters"})
+    released = config.to_dict()
+    del released["text_config"]["rope_parameters"]
+    rotary = fuyu.read_config(released).grouped_attention.rotary
+    expected = theirs.text_config.rope_parameters
+    assert (rotary.base, rotary.width / 8) == (expected["rope_theta"], expected["partial_rotary_factor"])
+
+
 def test_the_fields_of_the_text_model_may_lie_among_those_of_the_whole():
     nested = fuyu.read_config(config_of().to_dict())
     flat = {name: value for name, value in PERSIMMON.items() if name not in ("model_type", "rope_parameters")}
