@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mmjax.axes import holds_experts
 from mmjax.checkpoint.codecs import CODECS, MXFP4, Codec, codec_of
 from mmjax.checkpoint.manifest import listed
 from mmjax.checkpoint.released_config import read_family
@@ -174,7 +175,7 @@ def _shapes(model: ModelConfig) -> tuple[dict[str, tuple[int, ...]], set[str]]:
     definition = define(dataclasses.replace(model, moe=dataclasses.replace(model.moe, expert_storage="dense")))
     variables = definition.parameters | definition.router_biases | definition.frozen
     shapes = {path: variable.get_value().shape for path, variable in variables.items()}
-    experts = {path for path, variable in variables.items() if "experts" in variable.get_metadata()["array_axes"]}
+    experts = {path for path, variable in variables.items() if holds_experts(variable.get_metadata()["array_axes"])}
     return shapes, experts
 
 

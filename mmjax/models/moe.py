@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mmjax.axes import DATA_AXES, EXPERT, TENSOR
+from mmjax.axes import ARRAY_AXIS_OF_EXPERTS, DATA_AXES, MESH_AXES_OF_EXPERTS, TENSOR
 from mmjax.config import ModelConfig
 from mmjax.models.layers import (
     DenseMlp,
@@ -25,10 +25,11 @@ from mmjax.models.layers import (
     rms_norm,
     use,
 )
-from mmjax.parallel.expert import exchange_experts
+from mmjax.models.router_losses import load_balance_loss, z_loss
+from mmjax.parallel.expert import Exchanged, ExpertExchange, exchange_experts
 from mmjax.parallel.fsdp import make_varying, varying_like
 from pallas_kernels.moe.api import expert_mlp, routed_experts, router_scores, select_experts, weigh_experts
-from pallas_kernels.moe.mxfp4 import GROUP, dequantize
+from pallas_kernels.moe.mxfp4 import GROUP, PackedWeight
 
 
 class RouterBias(nnx.Variable):
@@ -59,6 +60,11 @@ class RouterStatistics(NamedTuple):
     """[E, bins] int32: tokens by the bias each expert would have needed; no bins unless balancing is `quantile`."""
     dropped: jax.Array
     """int32: choices that an exchange with overflow `drop` left out."""
+    rounds: jax.Array
+    """int32: rounds of the exchange; 0 where nothing is exchanged."""
+    balance_loss: jax.Array
+    z_loss: jax.Array
+    """Sums over tokens of the router's losses, differentiable; 0 where their coefficients are 0."""
 
 
 def histogram_range(bias: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Array]:
@@ -105,10 +111,11 @@ class LatentMoe(nnx.Module):
             if moe.latent_norm:
                 self.latent_norm = ones(width, dtype)
             self.latent_up = parameter(initializer, (width, model.width), (None, "model_weight"), dtype)
-        shape, array_axes = (moe.num_experts, width, moe.expert_width), ("experts", None, "expert_hidden")
+        experts = ARRAY_AXIS_OF_EXPERTS[moe.expert_axes]
+        shape, array_axes = (moe.num_experts, width, moe.expert_width), (experts, None, "expert_hidden")
         self._add_experts("gate", shape, array_axes)
         self._add_experts("up", shape, array_axes)
-        shape, array_axes = (moe.num_experts, moe.expert_width, width), ("experts", "expert_hidden", None)
+        shape, array_axes = (moe.num_experts, moe.expert_width, width), (experts, "expert_hidden", None)
         self._add_experts("down", shape, array_axes)
         if moe.num_shared_experts:
             self.shared = DenseMlp(
@@ -138,15 +145,14 @@ class LatentMoe(nnx.Module):
             )
             setattr(self, f"{name}_{part}", packed)
 
-    def _expert_weight(self, name: str, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """[e, in, out] of this device's experts, frozen or trained, without adapters."""
+    def _expert_weight(self, name: str, dtype: jax.typing.DTypeLike) -> jax.Array | PackedWeight:
+        """[e, in, out] of this device's experts, frozen or trained, without adapters; or packed."""
         if self.model.moe.expert_storage == "dense":
             weight = getattr(self, name)
             weight = cast(nnx.Variable, weight.lora_base if isinstance(weight, LoraWeight) else weight)
             return make_varying(use(weight, dtype))
-        # Gathered packed: a quarter of the bytes.
         codes, scales = (use(getattr(self, f"{name}_{part}"), np.uint8) for part in ("codes", "scales"))
-        return jnp.swapaxes(dequantize({"codes": codes, "scales": scales}, dtype), 1, 2)
+        return {"codes": codes, "scales": scales}
 
     def _expert_adapters(self, dtype: jax.typing.DTypeLike) -> dict[str, tuple[jax.Array, jax.Array]] | None:
         """Of each adapted projection: down [e, in, r] and up [e, r, out] of this device's experts, scaled."""
@@ -160,36 +166,41 @@ class LatentMoe(nnx.Module):
                 adapters[name] = make_varying((down, up), (*DATA_AXES, TENSOR))
         return adapters or None
 
-    def __call__(self, inputs: jax.Array, is_real: jax.Array) -> tuple[jax.Array, RouterStatistics]:
-        """`inputs` [b, s, d], `is_real` [b, s] bool -> [b, s, d] and this device's counts.
+    def __call__(self, inputs: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, RouterStatistics]:
+        """`inputs` [b, s, d], `segment_ids` [b, s] int32 -> [b, s, d] and this device's counts.
 
-        Padding (not `is_real`) takes no routed expert and is counted nowhere. The router sees the full width.
+        Padding (segment 0) takes no routed expert and is counted nowhere. The router sees the full width.
         """
         moe = self.model.moe
-        tokens, is_real = inputs.reshape(-1, inputs.shape[-1]), is_real.reshape(-1)
-        index, weight, load, histogram = self._route(tokens, is_real)
+        tokens, is_real = inputs.reshape(-1, inputs.shape[-1]), segment_ids.reshape(-1) > 0
+        index, weight, counts = self._route(tokens, segment_ids)
         latent = tokens
         if moe.latent_width:
             latent = project("td,dr->tr", tokens, self.latent_down)
         wide = at_least_float32(tokens.dtype)
-        mixed, dropped = self._apply_experts(latent, jnp.where(is_real[:, None], index, -1), weight.astype(wide))
+        exchanged = self._apply_experts(tokens, latent, jnp.where(is_real[:, None], index, -1), weight.astype(wide))
         # Each device of the tensor axis holds a share of the experts' hidden width.
-        mixed = lax.psum(mixed, TENSOR)
+        mixed, shared = checkpoint_name(lax.psum(exchanged.mixed, TENSOR), "experts"), None
+        if exchanged.meanwhile is not None:
+            shared = self.shared.output(exchanged.meanwhile)
+            if moe.shared_gate == "sigmoid":
+                shared *= jax.nn.sigmoid(project("td,do->to", tokens, self.shared_gate))
+            if self._is_exchanged():
+                # Else XLA joins it with the product after the exchange, and nothing hides the last way back.
+                mixed, shared = lax.optimization_barrier((mixed, shared))
         if moe.latent_width:
             if moe.latent_norm:
                 mixed = rms_norm(mixed, use(self.latent_norm, wide), self.model.norm_epsilon)
             result = project("tr,rd->td", mixed.astype(tokens.dtype), self.latent_up)
         else:
             result = mixed.astype(tokens.dtype)
-        if moe.num_shared_experts:
-            shared = self.shared(tokens)
-            if moe.shared_gate == "sigmoid":
-                shared *= jax.nn.sigmoid(project("td,do->to", tokens, self.shared_gate))
+        if shared is not None:
             result = result + shared
-        return result.reshape(inputs.shape), RouterStatistics(load, histogram, dropped)
+        statistics = counts._replace(dropped=exchanged.num_dropped, rounds=exchanged.num_rounds)
+        return result.reshape(inputs.shape), statistics
 
-    def _route(self, tokens: jax.Array, is_real: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(experts taken [t, A], their weights [t, A], load [E], histogram [E, bins])."""
+    def _route(self, tokens: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array, RouterStatistics]:
+        """(experts taken [t, A], their weights [t, A], statistics without those of the exchange)."""
         moe, router = self.model.moe, self.model.moe.router
         wide = at_least_float32(tokens.dtype)
         # Full precision also where float32 products are rounded by default: a rounded logit takes another expert.
@@ -209,6 +220,7 @@ class LatentMoe(nnx.Module):
         weight = weigh_experts(
             logits, index, scoring=router.scoring, renormalise=router.renormalise, scale=router.scale
         )
+        is_real = segment_ids.reshape(-1) > 0
         counted = jnp.where(is_real[:, None], index, moe.num_experts)
         load = jnp.zeros((moe.num_experts,), jnp.int32).at[counted.reshape(-1)].add(1, mode="drop")
         num_bins = router.quantile_bins if router.balancing == "quantile" else 0
@@ -218,31 +230,52 @@ class LatentMoe(nnx.Module):
             if num_bins
             else varying_like(jnp.zeros((moe.num_experts, 0), jnp.int32), load)
         )
-        return index, weight, load, histogram
+        by_row = lambda array: array.reshape(*segment_ids.shape, -1)  # noqa: E731
+        nothing = varying_like(jnp.zeros((), jnp.int32), load)
+        balance = z = nothing.astype(wide)
+        if router.balance_coefficient:
+            scores = router_scores(logits, router.scoring)
+            balance = load_balance_loss(by_row(scores), by_row(index), segment_ids, router.balance_over)
+        if router.z_coefficient:
+            z = z_loss(by_row(logits), segment_ids)
+        return index, weight, RouterStatistics(load, histogram, nothing, nothing, balance, z)
 
-    def _apply_experts(self, rows: jax.Array, index: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`rows` [t, R], `index`, `weight` [t, A] -> (this tensor shard's part of the weighted sum [t, R], dropped)."""
+    def _is_exchanged(self) -> bool:
+        return lax.axis_size(MESH_AXES_OF_EXPERTS[self.model.moe.expert_axes]) > 1
+
+    def _apply_experts(self, tokens: jax.Array, rows: jax.Array, index: jax.Array, weight: jax.Array) -> Exchanged:
+        """`rows` [t, R], `index`, `weight` [t, A] -> this tensor shard's part of the weighted sum [t, R].
+
+        And meanwhile the hidden values of the shared experts, of `tokens` [t, D].
+        """
         moe, activation = self.model.moe, self.model.activation
         # Marked as varying before the exchange's rounds: gradients are summed over devices once, outside them.
-        rows = make_varying(rows, (TENSOR,))
+        rows, weight = make_varying((rows, weight), (TENSOR,))
         gate, up, down = (self._expert_weight(name, rows.dtype) for name in ("gate", "up", "down"))
-        adapters = self._expert_adapters(rows.dtype)
-
         settings = {
             "activation": activation.kind,
             "beta": activation.beta,
             "linear_beta": activation.linear_beta,
-            "adapters": adapters,
+            "adapters": self._expert_adapters(rows.dtype),
         }
-        if lax.axis_size(EXPERT) == 1:
+        if not self._is_exchanged():
+            nothing = varying_like(jnp.zeros((), jnp.int32), index)
             mixed = routed_experts(rows, index, weight, gate, up, down, **settings)
-            return mixed, varying_like(jnp.zeros((), jnp.int32), index)
-        outputs, dropped = exchange_experts(
-            rows,
-            index,
-            lambda rows, expert: expert_mlp(rows, expert, gate, up, down, **settings),
+            return Exchanged(mixed, nothing, nothing, self.shared.hidden(tokens) if moe.num_shared_experts else None)
+        exchange = ExpertExchange(
             num_experts=moe.num_experts,
             capacity_factor=moe.capacity_factor,
             overflow=moe.overflow,
+            transport=moe.transport,
+            num_chunks=moe.exchange_chunks,
+            mesh_axes=MESH_AXES_OF_EXPERTS[moe.expert_axes],
         )
-        return jnp.einsum("ta,tar->tr", weight, outputs.astype(weight.dtype)), dropped
+
+        def apply(rows: jax.Array, expert: jax.Array) -> jax.Array:
+            return expert_mlp(rows, expert, gate, up, down, **settings)
+
+        def shared_hidden() -> jax.Array | None:
+            # Kept apart: XLA joins products of the same rows, and this one would delay the exchange, not hide it.
+            return self.shared.hidden(lax.optimization_barrier(tokens)) if moe.num_shared_experts else None
+
+        return exchange_experts(rows, index, weight, apply, exchange, meanwhile=shared_hidden)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmjax.axes import holds_experts
 from mmjax.config import ModelConfig, layer_kinds
 from mmjax.errors import ConfigurationError
 from mmjax.planner.adapters import FULL, Tuning, trained_arrays
@@ -169,7 +170,7 @@ def adapter_forward_flops(model: ModelConfig, tuning: Tuning) -> float:
     for array in trained_arrays(model, tuning):
         # The tower's see patches, not positions, and weigh little.
         if array.part == "adapters" and array.in_decoder_layer:
-            is_expert = "experts" in array.array_axes
+            is_expert = holds_experts(array.array_axes)
             size += array.size * (moe.experts_per_token / moe.num_experts if is_expert else 1)
     return _FLOPS_PER_WEIGHT * size
 

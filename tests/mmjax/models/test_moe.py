@@ -17,11 +17,11 @@ from mmjax.models.moe import LatentMoe, RouterBias, RouterStatistics
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import spec, state_specs
 
-ROWS, POSITIONS, WIDTH = 8, 6, 16
+ROWS, POSITIONS, WIDTH = 8, 6, 12
 MOE = MoeConfig(num_experts=16, experts_per_token=3, expert_width=8, latent_width=10, num_shared_experts=2)
 MODEL = ModelConfig(
     width=WIDTH,
-    moe=dataclasses.replace(MOE, router=RouterConfig(quantile_bins=50)),
+    moe=dataclasses.replace(MOE, router=RouterConfig(quantile_bins=50, balance_coefficient=1.0, z_coefficient=1.0)),
     initializer_range=0.3,
     parameter_dtype="float64",
     compute_dtype="float64",
@@ -58,18 +58,21 @@ def run(model, mesh_config, inputs, is_real, cotangent, forced=()):
 
     def on_device(parameters, bias, inputs, is_real, cotangent):
         def loss(parameters, inputs):
-            output, statistics = nnx.merge(graph, parameters, bias)(inputs, is_real)
-            return lax.psum(jnp.sum(output * cotangent), DATA_AXES), (output, statistics)
+            output, statistics = nnx.merge(graph, parameters, bias)(inputs, is_real.astype(jnp.int32))
+            extra = 0.7 * statistics.balance_loss + 0.3 * statistics.z_loss
+            return lax.psum(jnp.sum(output * cotangent) + extra, DATA_AXES), (output, statistics)
 
         gradients, (output, statistics) = jax.grad(loss, argnums=(0, 1), has_aux=True)(parameters, inputs)
         return output, jax.tree.map(lambda leaf: lax.psum(leaf, DATA_AXES), statistics), *gradients
 
     tokens = spec("batch", "position", None)
+    mesh = make_mesh(mesh_config)
+    specs = state_specs(parameters, mesh.shape)
     step = jax.shard_map(
         on_device,
-        mesh=make_mesh(mesh_config),
-        in_specs=(state_specs(parameters), state_specs(bias), tokens, spec("batch", "position"), tokens),
-        out_specs=(tokens, RouterStatistics(*(PartitionSpec(),) * 3), state_specs(parameters), tokens),
+        mesh=mesh,
+        in_specs=(specs, state_specs(bias, mesh.shape), tokens, spec("batch", "position"), tokens),
+        out_specs=(tokens, RouterStatistics(*(PartitionSpec(),) * len(RouterStatistics._fields)), specs, tokens),
         check_vma=True,
     )
     results = jax.jit(step)(parameters, bias, jnp.asarray(inputs), jnp.asarray(is_real), jnp.asarray(cotangent))
@@ -113,23 +116,44 @@ def test_the_layer_follows_its_formula_token_by_token():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "capacity_factor", "forced"),
+    ("mesh", "settings", "forced"),
     [
-        (MeshConfig(expert=8), 2.0, ()),
-        (MeshConfig(tensor=2, expert=4), 0.3, FORCED),
-        (MeshConfig(fsdp=2, tensor=2, expert=2), 0.5, FORCED[:1]),
-        pytest.param(MeshConfig(replica=2, context=2, expert=2), 0.5, (), marks=pytest.mark.slow),
-        pytest.param(MeshConfig(expert=8), 0.2, FORCED[:1], marks=pytest.mark.slow),
-        pytest.param(MeshConfig(fsdp=8), 2.0, (), marks=pytest.mark.slow),
-        pytest.param(MeshConfig(tensor=8), 2.0, (), marks=pytest.mark.slow),
+        (MeshConfig(expert=8), {}, ()),
+        (MeshConfig(tensor=2, expert=4), {"capacity_factor": 0.3, "exchange_chunks": 3}, FORCED),
+        (MeshConfig(fsdp=2, tensor=2, expert=2), {"capacity_factor": 0.5, "transport": "ring"}, FORCED[:1]),
+        (MeshConfig(context=2, expert=4), {"capacity_factor": 0.5, "expert_axes": "context_and_expert"}, ()),
+        pytest.param(MeshConfig(replica=2, context=2, expert=2), {"capacity_factor": 0.5}, (), marks=pytest.mark.slow),
+        pytest.param(MeshConfig(expert=8), {"capacity_factor": 0.2}, FORCED[:1], marks=pytest.mark.slow),
+        pytest.param(
+            MeshConfig(expert=8), {"capacity_factor": 0.2, "transport": "ring"}, FORCED, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            MeshConfig(tensor=2, context=2, expert=2),
+            {"capacity_factor": 0.5, "transport": "ring", "expert_axes": "context_and_expert"},
+            FORCED,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            MeshConfig(fsdp=2, tensor=2, expert=2),
+            {"capacity_factor": 0.5, "transport": "ragged", "exchange_chunks": 2},
+            FORCED,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(MeshConfig(fsdp=8), {}, (), marks=pytest.mark.slow),
+        pytest.param(MeshConfig(tensor=8), {}, (), marks=pytest.mark.slow),
     ],
     ids=lambda value: str({k: v for k, v in value.sizes.items() if v > 1}) if isinstance(value, MeshConfig) else None,
 )
-def test_every_mesh_gives_the_values_gradients_and_counts_of_one_device(mesh, capacity_factor, forced):
+def test_every_mesh_gives_the_values_gradients_and_counts_of_one_device(ragged_on_cpu, mesh, settings, forced):
     with jax.enable_x64(True):
-        model = with_moe(capacity_factor=capacity_factor)
+        model = with_moe(**settings)
         arrays = draw()
-        whole, split = (run(model, m, *arrays, forced=forced) for m in (MeshConfig(), mesh))
+        whole, split = (list(run(model, m, *arrays, forced=forced)) for m in (MeshConfig(), mesh))
+        num_devices = mesh.num_devices // mesh.tensor
+        assert whole[1].rounds == 0 and split[1].rounds >= num_devices * (mesh.expert > 1)
+        split[1] = split[1]._replace(rounds=whole[1].rounds)
+        assert_near(split[1][-2:], whole[1][-2:], 1e-12)
+        split[1], whole[1] = (counts._replace(balance_loss=0, z_loss=0) for counts in (split[1], whole[1]))
         assert_near(split[0] * arrays[1][:, :, None], whole[0] * arrays[1][:, :, None], 1e-12)
         assert_near(split[2:], whole[2:], 1e-12)
         jax.tree.map(np.testing.assert_array_equal, split[1], whole[1])
@@ -179,7 +203,7 @@ def test_equal_router_rows_give_the_same_gradients_and_counts_when_rematerialise
 
         def step(remat):
             def apply(parameters, inputs):
-                return nnx.merge(graph, parameters, bias)(inputs, is_real)
+                return nnx.merge(graph, parameters, bias)(inputs, is_real.astype(jnp.int32))
 
             layer = jax.checkpoint(apply, policy=policy) if remat else apply
 
@@ -264,7 +288,7 @@ def test_the_layer_equals_the_released_kimi_linear_in_values_and_gradients(one_d
     @one_device
     def values_and_gradients(parameters, inputs, cotangent):
         def apply(parameters, inputs):
-            return nnx.merge(graph, parameters, bias)(inputs, jnp.ones((ROWS, POSITIONS), bool))[0]
+            return nnx.merge(graph, parameters, bias)(inputs, jnp.ones((ROWS, POSITIONS), jnp.int32))[0]
 
         output, transpose = jax.vjp(apply, parameters, inputs)
         return output, *transpose(cotangent)

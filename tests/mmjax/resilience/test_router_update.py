@@ -12,6 +12,11 @@ from pallas_kernels.moe.api import router_scores, select_experts
 NUM_EXPERTS, TAKEN, BINS = 64, 4, 1000
 
 
+def counted(load, histogram):
+    fields = dict.fromkeys(RouterStatistics._fields, jnp.zeros(load.shape[:-1], jnp.int32))
+    return RouterStatistics(**fields | {"load": load, "histogram": histogram})
+
+
 @jax.jit
 def route(logits, bias, is_real):
     selection = select_experts(logits, bias, experts_per_token=TAKEN, scoring="sigmoid")
@@ -66,7 +71,7 @@ def test_quantile_balancing_balances_a_skewed_router_in_five_updates():
     for _ in range(6):
         load, histogram, _, _ = route(logits, bias, is_real)
         violations.append(float(load.max() * NUM_EXPERTS / load.sum() - 1))
-        statistics = RouterStatistics(load, histogram, jnp.int32(0))
+        statistics = counted(load, histogram)
         bias = update_bias(bias, statistics, RouterConfig(balancing="quantile"), TAKEN, jnp.int32(num_tokens))
         assert abs(float(bias.mean())) < 1e-6
     assert violations[0] > 3 and violations[1] < 0.4 and violations[5] < 0.1, violations
@@ -74,7 +79,7 @@ def test_quantile_balancing_balances_a_skewed_router_in_five_updates():
 
 def test_the_sign_rule_moves_every_bias_by_its_rate_towards_the_mean_load():
     load = jnp.asarray([[4, 0, 8, 4], [1, 3, 2, 2]], jnp.int32)
-    statistics = RouterStatistics(load, jnp.zeros((2, 4, 0), jnp.int32), jnp.zeros(2, jnp.int32))
+    statistics = counted(load, jnp.zeros((2, 4, 0), jnp.int32))
     bias = jnp.asarray([[0.5, 0.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
     moved = update_bias(bias, statistics, RouterConfig(balancing="sign", sign_rate=0.25), 2, jnp.int32(8))
     np.testing.assert_array_equal(moved - bias, [[0, 0.25, -0.25, 0], [0.25, -0.25, 0, 0]])
@@ -83,7 +88,7 @@ def test_the_sign_rule_moves_every_bias_by_its_rate_towards_the_mean_load():
 def test_no_balancing_and_a_step_without_tokens_move_nothing():
     bias = jnp.asarray([0.25, -0.5, 1.0])
     for balancing in ("none", "sign", "quantile"):
-        empty = RouterStatistics(jnp.zeros(3, jnp.int32), jnp.zeros((3, 10), jnp.int32), jnp.int32(0))
+        empty = counted(jnp.zeros(3, jnp.int32), jnp.zeros((3, 10), jnp.int32))
         moved = update_bias(bias, empty, RouterConfig(balancing=balancing), 1, jnp.int32(0))
         np.testing.assert_array_equal(moved, bias)
 
@@ -92,7 +97,7 @@ def test_stacked_layers_update_as_each_alone():
     random = np.random.default_rng(2)
     bias = jnp.asarray(random.normal(size=(2, 8)), jnp.float32)
     histogram = jnp.asarray(random.multinomial(100, np.ones(50) / 50, size=(2, 8)), jnp.int32)
-    statistics = RouterStatistics(jnp.zeros((2, 8), jnp.int32), histogram, jnp.zeros(2, jnp.int32))
+    statistics = counted(jnp.zeros((2, 8), jnp.int32), histogram)
     both = update_bias(bias, statistics, RouterConfig(), 2, jnp.int32(100))
     for layer in range(2):
         alone = jax.tree.map(lambda leaf, layer=layer: leaf[layer], statistics)
