@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from mmjax.axes import TENSOR
 from mmjax.config import ModelConfig
@@ -11,9 +12,10 @@ from mmjax.models.cache import DeltaCache
 from mmjax.models.layers import at_least_float32, normal, ones, parameter, project, use
 from mmjax.models.linear_attention import (
     ContinuedRow,
-    WholeRow,
+    Row,
     inverse_softplus_of_steps,
     log_uniform_rate,
+    row_of,
     uniform_taps,
 )
 from mmjax.parallel.fsdp import make_varying
@@ -63,7 +65,7 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(self, inputs: jax.Array, segment_ids: jax.Array) -> jax.Array:
         """`inputs` [b, s, D], normalised, and segments [b, s] -> [b, s, D] of the same dtype."""
-        return self._mix(inputs, WholeRow(segment_ids, self.config.chunk_tokens))
+        return self._mix(inputs, row_of(segment_ids, self.config.chunk_tokens))
 
     def extend(
         self, inputs: jax.Array, slots: jax.Array, positions: jax.Array, cache: DeltaCache
@@ -80,23 +82,22 @@ class GatedDeltaNet(nnx.Module):
         state = jnp.zeros((rows, values[0], config.key_width, config.value_width), at_least_float32(dtype))
         return DeltaCache(state, tuple(tails))
 
-    def _mix(self, inputs: jax.Array, row: WholeRow | ContinuedRow) -> jax.Array:
+    def _mix(self, inputs: jax.Array, row: Row) -> jax.Array:
         config, dtype = self.config, inputs.dtype
         wide = at_least_float32(dtype)
         # Once for all projections, so that the backward pass sums over the tensor axis once.
         inputs = make_varying(inputs, (TENSOR,))
 
-        def convolved(weight: nnx.Variable, taps: nnx.Variable) -> jax.Array:
-            return row.convolve(project("bsd,dhk->bshk", inputs, weight), use(taps, wide))
-
-        query = l2_normalise(convolved(self.query, self.query_convolution)) * config.key_width**-0.5
-        key = l2_normalise(convolved(self.key, self.key_convolution))
-        value = convolved(self.value, self.value_convolution)
+        query, key, value = row.convolve(
+            [project("bsd,dhk->bshk", inputs, weight) for weight in (self.query, self.key, self.value)],
+            [use(taps, wide) for taps in (self.query_convolution, self.key_convolution, self.value_convolution)],
+        )
+        query, key = l2_normalise(query) * config.key_width**-0.5, l2_normalise(key)
         raw_decay = project("bsd,dh->bsh", inputs, self.decay)[..., None]
         bias = use(self.decay_bias, wide)[:, None]
         log_decay = decay_gate(raw_decay, use(self.log_rate, wide), bias, kind="softplus")[..., 0]
         beta = jax.nn.sigmoid(project("bsd,dh->bsh", inputs, self.beta).astype(wide))
-        mixed = row.recur(query, key, value, log_decay, beta).astype(wide)
+        mixed = checkpoint_name(row.recur(query, key, value, log_decay, beta), "attention").astype(wide)
         gate = project("bsd,dhv->bshv", inputs, self.output_gate)
         mixed *= lax.rsqrt(jnp.mean(jnp.square(mixed), axis=-1, keepdims=True) + self.norm_epsilon)
         mixed *= use(self.output_norm, wide)[None, None, None] * jax.nn.silu(gate.astype(wide))

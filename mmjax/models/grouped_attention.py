@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from mmjax.axes import TENSOR
 from mmjax.config import ModelConfig
@@ -20,6 +21,7 @@ from mmjax.models.layers import (
     zeros,
 )
 from mmjax.models.rotary import rotate, rotation
+from mmjax.parallel import context
 from mmjax.parallel.fsdp import make_varying
 from pallas_kernels.sparse_attention.api import attention, cached_attention
 
@@ -62,15 +64,18 @@ class GroupedAttention(nnx.Module):
     def __call__(self, inputs: jax.Array, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """`inputs` [b, s, D], normalised; segments [b, s]; positions [b, s] or [3, b, s] -> [b, s, D], same dtype."""
         inputs, query, key, value = self._project(inputs, positions)
+        key, value = context.gather_positions(key, value)
+        (segment_ids,) = context.gather_positions(segment_ids)
         mixed = attention(
             query,
             key,
             value,
             segment_ids,
+            context.query_positions(query.shape[1]),
             scale=self.config.head_width**-0.5,
             query_chunk_tokens=self.config.query_chunk_tokens,
         )
-        return self._finish(inputs, mixed)
+        return self._finish(inputs, checkpoint_name(mixed, "attention"))
 
     def extend(
         self, inputs: jax.Array, slots: jax.Array, positions: jax.Array, cache: GroupedCache

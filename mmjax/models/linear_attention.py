@@ -1,26 +1,49 @@
 """Kimi Delta Attention (KDA): short convolutions, decay gate, delta rule, gated norm of each head."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from mmjax.axes import TENSOR
 from mmjax.config import ModelConfig
 from mmjax.models.cache import DeltaCache, next_tail
 from mmjax.models.layers import at_least_float32, normal, ones, parameter, project, use
+from mmjax.parallel import context
 from mmjax.parallel.fsdp import make_varying
-from pallas_kernels.linear_attention.api import decay_gate, delta_rule, l2_normalise, short_convolution
+from pallas_kernels.linear_attention.api import (
+    affine_delta_rule,
+    convolution_tail,
+    decay_gate,
+    delta_rule,
+    l2_normalise,
+    short_convolution,
+)
+
+
+class Row(Protocol):
+    """The recurrent parts of a linear attention over this device's tokens."""
+
+    def convolve(self, inputs: Sequence[jax.Array], taps: Sequence[jax.Array]) -> list[jax.Array]: ...
+
+    def recur(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
+    ) -> jax.Array: ...
 
 
 class WholeRow:
-    """The recurrent parts of a linear attention over rows that begin here, document by document."""
+    """Rows that begin here, document by document."""
 
     def __init__(self, segment_ids: jax.Array, chunk_tokens: int):
         self._segment_ids, self._chunk_tokens = segment_ids, chunk_tokens
 
-    def convolve(self, inputs: jax.Array, taps: jax.Array) -> jax.Array:
-        return short_convolution(inputs, taps, self._segment_ids)
+    def convolve(self, inputs: Sequence[jax.Array], taps: Sequence[jax.Array]) -> list[jax.Array]:
+        return [short_convolution(*pair, self._segment_ids) for pair in zip(inputs, taps, strict=True)]
 
     def recur(
         self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
@@ -29,19 +52,85 @@ class WholeRow:
         return mixed
 
 
+class SplitRow:
+    """Rows split over the context axis: two chunks of each row are here, as rows of their own [2 b, s / 2].
+
+    A chunk goes on with the document of the chunk before if both have the same id where they meet.
+    """
+
+    def __init__(self, segment_ids: jax.Array, chunk_tokens: int):
+        self._segment_ids, self._chunk_tokens = _chunks(segment_ids), chunk_tokens
+
+    def convolve(self, inputs: Sequence[jax.Array], taps: Sequence[jax.Array]) -> list[jax.Array]:
+        width, chunks = taps[0].shape[0], [_chunks(array) for array in inputs]
+        tails = [convolution_tail(array, self._segment_ids, width) for array in chunks]
+        # One exchange: the id goes with the values, in a dtype that holds it.
+        last = self._segment_ids[:, -1:].astype(at_least_float32(inputs[0].dtype))
+        parts = [last, *(tail.reshape(tail.shape[0], -1).astype(last.dtype) for tail in tails)]
+        before = context.from_chunk_before(_by_row(jnp.concatenate(parts, axis=-1)))
+        first = self._segment_ids[:, 0].reshape(before.shape[:2])
+        self._continues = before[..., 0] == first.astype(before.dtype)
+        before = jnp.where(self._continues[..., None], before, 0).reshape(len(last), -1)
+        ends = np.cumsum([part.shape[1] for part in parts])
+        before = [
+            part.reshape(tail.shape) for part, tail in zip(jnp.split(before, ends[:-1], axis=1)[1:], tails, strict=True)
+        ]
+        return [
+            _join(short_convolution(array, tap, self._segment_ids, initial_tail=tail))
+            for array, tap, tail in zip(chunks, taps, before, strict=True)
+        ]
+
+    def recur(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
+    ) -> jax.Array:
+        query, key, value, log_decay, beta = map(_chunks, (query, key, value, log_decay, beta))
+        parts = affine_delta_rule(
+            query, key, value, log_decay, beta, self._segment_ids, chunk_tokens=self._chunk_tokens
+        )
+        transition, state = _by_row(parts.transition), _by_row(parts.state)
+        entering = context.entering_states(transition, state, self._continues)
+        carried = jnp.einsum(
+            "bshk,bhkv->bshv",
+            parts.reach,
+            entering.reshape(parts.state.shape).astype(parts.reach.dtype),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=entering.dtype,
+        )
+        mixed = (parts.output.astype(carried.dtype) + carried).astype(value.dtype)
+        return _join(mixed)
+
+
+def _chunks(array: jax.Array) -> jax.Array:
+    """[b, s, ...] -> [2 b, s / 2, ...]."""
+    return array.reshape(2 * array.shape[0], -1, *array.shape[2:])
+
+
+def _join(chunks: jax.Array) -> jax.Array:
+    """The way back."""
+    return chunks.reshape(chunks.shape[0] // 2, -1, *chunks.shape[2:])
+
+
+def _by_row(array: jax.Array) -> jax.Array:
+    """Something of each chunk, [2 b, ...] -> [b, 2, ...]."""
+    return array.reshape(-1, 2, *array.shape[1:])
+
+
 class ContinuedRow:
-    """The same for tokens at `slots` [b, s], behind those that a cache holds: one document a row, then padding."""
+    """Tokens at `slots` [b, s], behind those that a cache holds: one document a row, then padding."""
 
     def __init__(self, slots: jax.Array, cache: DeltaCache, chunk_tokens: int):
         self._slots, self._cache, self._chunk_tokens = slots, cache, chunk_tokens
         self._document = jnp.ones_like(slots)
-        self._tails: list[jax.Array] = []
+        self._tails: tuple[jax.Array, ...] = ()
         self._state = cache.state
 
-    def convolve(self, inputs: jax.Array, taps: jax.Array) -> jax.Array:
-        tail = self._cache.tails[len(self._tails)]
-        self._tails.append(next_tail(tail, inputs, self._slots))
-        return short_convolution(inputs, taps, self._document, initial_tail=tail)
+    def convolve(self, inputs: Sequence[jax.Array], taps: Sequence[jax.Array]) -> list[jax.Array]:
+        tails = self._cache.tails
+        self._tails = tuple(next_tail(tail, array, self._slots) for tail, array in zip(tails, inputs, strict=True))
+        return [
+            short_convolution(array, tap, self._document, initial_tail=tail)
+            for array, tap, tail in zip(inputs, taps, tails, strict=True)
+        ]
 
     def recur(
         self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
@@ -65,7 +154,12 @@ class ContinuedRow:
     @property
     def cache(self) -> DeltaCache:
         """Once everything has run: of these tokens too."""
-        return DeltaCache(self._state, tuple(self._tails))
+        return DeltaCache(self._state, self._tails)
+
+
+def row_of(segment_ids: jax.Array, chunk_tokens: int) -> Row:
+    """Rows that are whole on this device, or split over several."""
+    return (SplitRow if context.is_split() else WholeRow)(segment_ids, chunk_tokens)
 
 
 def uniform_taps(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -131,7 +225,7 @@ class KimiDeltaAttention(nnx.Module):
 
     def __call__(self, inputs: jax.Array, segment_ids: jax.Array) -> jax.Array:
         """`inputs` [b, s, D], normalised, and segments [b, s] -> [b, s, D] of the same dtype."""
-        return self._mix(inputs, WholeRow(segment_ids, self.config.chunk_tokens))
+        return self._mix(inputs, row_of(segment_ids, self.config.chunk_tokens))
 
     def extend(
         self, inputs: jax.Array, slots: jax.Array, positions: jax.Array, cache: DeltaCache
@@ -150,21 +244,20 @@ class KimiDeltaAttention(nnx.Module):
         state = jnp.zeros((rows, heads, config.key_width, config.value_width), at_least_float32(dtype))
         return DeltaCache(state, (tail(config.key_width), tail(config.key_width), tail(config.value_width)))
 
-    def _mix(self, inputs: jax.Array, row: WholeRow | ContinuedRow) -> jax.Array:
+    def _mix(self, inputs: jax.Array, row: Row) -> jax.Array:
         config, dtype = self.config, inputs.dtype
         wide = at_least_float32(dtype)
         # Once for all projections, so that the backward pass sums over the tensor axis once.
         inputs = make_varying(inputs, (TENSOR,))
 
-        def convolved(weight: nnx.Variable, taps: nnx.Variable) -> jax.Array:
-            return row.convolve(project("bsd,dhk->bshk", inputs, weight), use(taps, wide))
-
         def through(down: nnx.Variable, up: nnx.Variable) -> jax.Array:
             return project("bsr,rhk->bshk", project("bsd,dr->bsr", inputs, down), up)
 
-        query = l2_normalise(convolved(self.query, self.query_convolution)) * config.key_width**-0.5
-        key = l2_normalise(convolved(self.key, self.key_convolution))
-        value = convolved(self.value, self.value_convolution)
+        query, key, value = row.convolve(
+            [project("bsd,dhk->bshk", inputs, weight) for weight in (self.query, self.key, self.value)],
+            [use(taps, wide) for taps in (self.query_convolution, self.key_convolution, self.value_convolution)],
+        )
+        query, key = l2_normalise(query) * config.key_width**-0.5, l2_normalise(key)
         log_decay = decay_gate(
             through(self.decay_down, self.decay_up),
             use(self.log_rate, wide),
@@ -173,7 +266,7 @@ class KimiDeltaAttention(nnx.Module):
             lower_bound=config.decay_lower_bound,
         )
         beta = jax.nn.sigmoid(project("bsd,dh->bsh", inputs, self.beta).astype(wide))
-        mixed = row.recur(query, key, value, log_decay, beta)
+        mixed = checkpoint_name(row.recur(query, key, value, log_decay, beta), "attention")
 
         if config.output_gate == "full":
             gate = project("bsd,dhv->bshv", inputs, self.output_gate)

@@ -11,6 +11,7 @@ from mmjax.config import ModelConfig
 from mmjax.models.cache import LatentCache, write
 from mmjax.models.layers import at_least_float32, layer_norm, normal, ones, parameter, project, rms_norm
 from mmjax.models.rotary import rotate, rotation
+from mmjax.parallel import context
 from mmjax.parallel.fsdp import varying_like
 from pallas_kernels.sparse_attention.api import (
     attention,
@@ -109,22 +110,29 @@ class LatentAttention(nnx.Module):
         config, dtype = self.config, inputs.dtype
         scale, chunk = config.score_factor * config.key_width**-0.5, config.query_chunk_tokens
         query_inputs, nope_query, shared_query, latent, shared_key = self._project(inputs, positions)
-        index = None if self.indexer is None else self.indexer(inputs, query_inputs, positions)
+        # Queries are this device's, all that keys are made of is the whole row's.
+        places = context.query_positions(inputs.shape[1])
+        (segment_ids,) = context.gather_positions(segment_ids)
+        index = None
+        if self.indexer is None:
+            latent, shared_key = context.gather_positions(latent, shared_key)
+        else:
+            index_query, index_key, head_weight = self.indexer(inputs, query_inputs, positions)
+            latent, shared_key, index_key = context.gather_positions(latent, shared_key, index_key)
+            index = index_query, index_key, head_weight
         indices = None
-        if index is not None and config.indexer.stage == "sparse" and inputs.shape[1] > config.indexer.top_k:
-            indices = select_keys(*index, segment_ids, top_k=config.indexer.top_k, query_chunk_tokens=chunk)
+        if index is not None and config.indexer.stage == "sparse" and latent.shape[1] > config.indexer.top_k:
+            indices = select_keys(*index, segment_ids, places, top_k=config.indexer.top_k, query_chunk_tokens=chunk)
             # Saved, never decided again: a recomputed score could round to another choice.
             indices = checkpoint_name(indices, "selected_keys")
 
         if indices is None:
             query = jnp.concatenate([nope_query, shared_query], axis=-1)
-            shape = (*query.shape[:3], config.shared_key_width)
-            key = jnp.concatenate(
-                [project("bsr,rhn->bshn", latent, self.key_up), jnp.broadcast_to(shared_key[:, :, None], shape)],
-                axis=-1,
-            )
+            key = project("bsr,rhn->bshn", latent, self.key_up)
+            shape = (*key.shape[:3], config.shared_key_width)
+            key = jnp.concatenate([key, jnp.broadcast_to(shared_key[:, :, None], shape)], axis=-1)
             value = project("bsr,rhv->bshv", latent, self.value_up)
-            mixed = attention(query, key, value, segment_ids, scale=scale, query_chunk_tokens=chunk)
+            mixed = attention(query, key, value, segment_ids, places, scale=scale, query_chunk_tokens=chunk)
         else:
             query = self._absorbed(nope_query, shared_query)
             key = jnp.concatenate([latent, shared_key], axis=-1)
@@ -136,9 +144,17 @@ class LatentAttention(nnx.Module):
         loss = varying_like(jnp.zeros((), at_least_float32(dtype)), inputs)
         if index is not None:
             loss = indexer_loss(
-                *index, query, key, segment_ids, indices, scale=scale, head_axis=TENSOR, query_chunk_tokens=chunk
+                *index,
+                query,
+                key,
+                segment_ids,
+                indices,
+                places,
+                scale=scale,
+                head_axis=TENSOR,
+                query_chunk_tokens=chunk,
             ).sum()
-        return self._finish(inputs, mixed), loss
+        return self._finish(inputs, checkpoint_name(mixed, "attention")), loss
 
     def extend(
         self, inputs: jax.Array, slots: jax.Array, positions: jax.Array, cache: LatentCache

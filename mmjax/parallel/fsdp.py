@@ -1,41 +1,55 @@
 """Weights that rest split: gathered where a layer uses them, their gradients scattered back."""
 
 import functools
+import math
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
-from mmjax.axes import DATA_AXES
-from mmjax.parallel.sharding import GATHERED_AT_USE
+from mmjax.axes import DATA_AXES, GATHERED_AT_USE
+from mmjax.parallel.sharding import RULES, rests_on
 
 
-def gather_for_use(weight: jax.Array, array_axes: tuple[str | None, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+def gather_for_use(
+    weight: jax.Array,
+    array_axes: tuple[str | None, ...],
+    whole_shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
     """This device's use of a weight: whole over the mesh axes of GATHERED_AT_USE, still split over the others.
 
+    `whole_shape` is the weight's over the whole mesh: over which of those axes it rests split depends on it.
     Cast to `dtype` before the exchange. The gradient is the sum over all devices that gathered, in the dtype the weight
     rests in: a sum over hundreds of devices in bfloat16 would lose what the last of them add. Inside `shard_map`.
     """
-    gathered = [(number, axis) for number, name in enumerate(array_axes) if (axis := GATHERED_AT_USE.get(name or ""))]
+    gathered = [(number, name) for number, name in enumerate(array_axes) if name in GATHERED_AT_USE]
     if not gathered:
         return weight.astype(dtype)
-    ((dimension, mesh_axes),) = gathered
-    if lax.axis_size(mesh_axes) == 1:
+    ((dimension, name),) = gathered
+    sizes = {axis: lax.axis_size(axis) for axis in RULES[name]}
+    resting = rests_on(name, whole_shape[dimension], sizes)
+    mesh_axes = tuple(axis for axis in GATHERED_AT_USE[name] if axis in resting)
+    # Over an axis it is not split over, the gradient is summed here, unless the weight came in as varying.
+    weight = make_varying(weight, GATHERED_AT_USE[name])
+    if math.prod(sizes[axis] for axis in mesh_axes) == 1:
         # Nothing to gather; XLA would copy the weight all the same.
-        return make_varying(weight.astype(dtype), mesh_axes)
-    return _gather(weight, mesh_axes, dimension, np.dtype(dtype), weight.dtype)
+        return weight.astype(dtype)
+    return gather(weight, mesh_axes, dimension, np.dtype(dtype), weight.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(
-    weight: jax.Array, mesh_axes: tuple[str, ...], dimension: int, dtype: np.dtype, gradient_dtype: np.dtype
+def gather(
+    array: jax.Array, mesh_axes: tuple[str, ...], dimension: int, dtype: np.dtype, gradient_dtype: np.dtype
 ) -> jax.Array:
-    return lax.all_gather(weight.astype(dtype), mesh_axes, axis=dimension, tiled=True)
+    """The shards of all devices as `dtype`, one after the other; gradients are summed as `gradient_dtype`, that of
+    `array`."""
+    return lax.all_gather(array.astype(dtype), mesh_axes, axis=dimension, tiled=True)
 
 
 def _gather_forward(weight: jax.Array, *static: Any) -> tuple[jax.Array, None]:
-    return _gather(weight, *static), None
+    return gather(weight, *static), None
 
 
 def _gather_backward(
@@ -45,7 +59,7 @@ def _gather_backward(
     return (lax.psum_scatter(wide, mesh_axes, scatter_dimension=dimension, tiled=True),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+gather.defvjp(_gather_forward, _gather_backward)
 
 
 def make_varying(tree, mesh_axes: tuple[str, ...] = DATA_AXES):

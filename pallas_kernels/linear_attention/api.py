@@ -1,7 +1,7 @@
 """The gated delta rule, with a decay per channel (Kimi Delta Attention) or per head (Gated DeltaNet), and the small
 operations around it."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,61 @@ def delta_rule(
             return xla.delta_rule(*arrays, initial_state=initial_state, chunk_tokens=chunk_tokens)
         case "reference":
             return reference.delta_rule(*arrays, initial_state=initial_state)
+
+
+class AffineDeltaRule(NamedTuple):
+    """What `delta_rule` gives for any state S that the first document of a row starts with.
+
+    output + S^T reach (of each token),    state + transition S
+    """
+
+    output: Float[Array, "B S H V"]
+    reach: Float[Array, "B S H K"]
+    """Zero behind the first document."""
+    state: Float[Array, "B H K V"]
+    transition: Float[Array, "B H K K"]
+    """Zero if the first document ends before the row does."""
+
+
+def affine_delta_rule(
+    query: Float[Array, "B S G K"],
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S H V"],
+    log_decay: Float[Array, "B S H K"] | Float[Array, "B S H"],
+    beta: Float[Array, "B S H"],
+    segment_ids: Int[Array, "B S"],
+    *,
+    chunk_tokens: int = 64,
+    implementation: Implementation = "auto",
+) -> AffineDeltaRule:
+    """`delta_rule` of rows whose initial state is not known yet: parts of a longer row, computed side by side.
+
+    All it gives is affine in that state: further values of zero with the identity as their state make the linear part.
+    Dtypes, limits and errors are those of `delta_rule`; `reach` has the dtype of `value`, `transition` that of `state`.
+
+    Source: Kimi K3 technical report, arXiv:2607.24653, section 5.1.2 and equation 17.
+    """
+    key_width, value_width = key.shape[-1], value.shape[-1]
+    tokens, dtype = (log_decay, beta, segment_ids), wide_dtype(query, key, value, log_decay, beta)
+    identity = jnp.broadcast_to(jnp.eye(key_width, dtype=dtype), (value.shape[0], value.shape[2], key_width, key_width))
+    if implementation in ("auto", "pallas") and pallas_triton.reason_against(query, value) is None:
+        # Its kernels take no values as wide as both parts together.
+        output, state = delta_rule(query, key, value, *tokens, implementation="pallas")
+        nothing = jnp.zeros((*value.shape[:3], key_width), value.dtype)
+        reach, transition = delta_rule(query, key, nothing, *tokens, initial_state=identity, implementation="pallas")
+        return AffineDeltaRule(output, reach, state, transition)
+    output, state = delta_rule(
+        query,
+        key,
+        jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, key_width))),
+        *tokens,
+        initial_state=jnp.pad(identity, ((0, 0), (0, 0), (0, 0), (value_width, 0))),
+        chunk_tokens=chunk_tokens,
+        implementation=implementation,
+    )
+    output, reach = jnp.split(output, [value_width], axis=-1)
+    state, transition = jnp.split(state, [value_width], axis=-1)
+    return AffineDeltaRule(output, reach, state, transition)
 
 
 def short_convolution(

@@ -11,21 +11,23 @@ Implementation = Literal["auto", "xla", "reference"]
 
 
 def attention(
-    query: Float[Array, "B S H K"],
+    query: Float[Array, "B Q H K"],
     key: Float[Array, "B S G K"],
     value: Float[Array, "B S G V"],
     segment_ids: Int[Array, "B S"],
+    query_positions: Int[Array, " Q"] | None = None,
     *,
     scale: float,
     is_causal: bool = True,
     query_chunk_tokens: int = 512,
     implementation: Implementation = "auto",
-) -> Float[Array, "B S H V"]:
+) -> Float[Array, "B Q H V"]:
     """Softmax attention inside each document of a row.
 
         out[t, h] = sum_s softmax_s(scale * query[t, h] . key[s, g]) value[s, g],    g = h * G // H
 
     over the keys s of t's document, up to t if `is_causal`. Segment 0 is padding: its rows are zero, and none sees it.
+    The queries are those of all tokens, or of the tokens at `query_positions` of each row.
     Scores, softmax and sums are in at least float32, the result in the dtype of `query`. `xla` holds the scores of
     `query_chunk_tokens` queries at a time, and computes them again in the backward pass.
 
@@ -35,36 +37,51 @@ def attention(
     if query.shape[2] % key.shape[2]:
         raise ValueError(f"{query.shape[2]} query heads cannot share {key.shape[2]} key heads; give a multiple of them")
     if implementation == "reference":
-        return reference.attention(query, key, value, segment_ids, scale=scale, is_causal=is_causal)
+        return reference.attention(query, key, value, segment_ids, query_positions, scale=scale, is_causal=is_causal)
     return xla.attention(
-        query, key, value, segment_ids, scale=scale, is_causal=is_causal, query_chunk_tokens=query_chunk_tokens
+        query,
+        key,
+        value,
+        segment_ids,
+        query_positions,
+        scale=scale,
+        is_causal=is_causal,
+        query_chunk_tokens=query_chunk_tokens,
     )
 
 
 def select_keys(
-    index_query: Float[Array, "B S J K"],
+    index_query: Float[Array, "B Q J K"],
     index_key: Float[Array, "B S K"],
-    head_weight: Float[Array, "B S J"],
+    head_weight: Float[Array, "B Q J"],
     segment_ids: Int[Array, "B S"],
+    query_positions: Int[Array, " Q"] | None = None,
     *,
     top_k: int,
     query_chunk_tokens: int = 512,
     implementation: Implementation = "auto",
-) -> Int[Array, "B S {top_k}"]:
+) -> Int[Array, "B Q {top_k}"]:
     """The `top_k` keys with the highest index score, best first, among those of the query's document up to itself.
 
         score[t, s] = sum_j head_weight[t, j] relu(K^-1/2 index_query[t, j] . index_key[s])
 
-    int32; -1 fills the slots of a query that has fewer keys, all slots of padding (segment 0). Of equal scores the
-    earlier key wins. Scores are in at least float32. No gradient.
+    Keys are counted along the row, int32; -1 fills the slots of a query that has fewer keys, all slots of padding
+    (segment 0). The queries are those of all tokens, or of the tokens at `query_positions` of each row. Of equal scores
+    the earlier key wins. Scores are in at least float32. No gradient.
 
     Source: lightning indexer, DeepSeek-V3.2-Exp report, section 2.1.
     """
     index_query, index_key, head_weight = lax.stop_gradient((index_query, index_key, head_weight))
     if implementation == "reference":
-        return reference.select_keys(index_query, index_key, head_weight, segment_ids, top_k=top_k)
+        return reference.select_keys(index_query, index_key, head_weight, segment_ids, query_positions, top_k=top_k)
     return xla.select_keys(
-        index_query, index_key, head_weight, segment_ids, top_k=top_k, query_chunk_tokens=query_chunk_tokens
+        index_query,
+        index_key,
+        head_weight,
+        segment_ids,
+        query_positions,
+        top_k=top_k,
+        query_chunk_tokens=query_chunk_tokens,
     )
 
 
@@ -137,19 +154,20 @@ def selected_attention(
 
 
 def indexer_loss(
-    index_query: Float[Array, "B S J K"],
+    index_query: Float[Array, "B Q J K"],
     index_key: Float[Array, "B S K"],
-    head_weight: Float[Array, "B S J"],
-    query: Float[Array, "B S H L"],
+    head_weight: Float[Array, "B Q J"],
+    query: Float[Array, "B Q H L"],
     key: Float[Array, "B S G L"],
     segment_ids: Int[Array, "B S"],
-    indices: Int[Array, "B S N"] | None = None,
+    indices: Int[Array, "B Q N"] | None = None,
+    query_positions: Int[Array, " Q"] | None = None,
     *,
     scale: float,
     head_axis: str | None = None,
     query_chunk_tokens: int = 512,
     implementation: Implementation = "auto",
-) -> Float[Array, "B S"]:
+) -> Float[Array, "B Q"]:
     """How far the indexer is from the attention it serves: a KL divergence for each query, 0 for padding.
 
         p[t, s] = sum_h P[h, t, s] / sum_s sum_h P[h, t, s],    P = softmax(scale * query key)    (no gradient)
@@ -157,8 +175,8 @@ def indexer_loss(
 
     over the keys of t's document up to t, or over the selected `indices` (-1 is a hole) of it; then P is normalised
     over those too, and `key` has one head (the latents). The gradient of `score` is softmax(score) - p; `query` and
-    `key` get none. In at least float32. Where the heads are split over a mesh axis, `head_axis` names it: the sum over
-    heads then covers all of them.
+    `key` get none. In at least float32. The queries are those of all tokens, or of the tokens at `query_positions` of
+    each row. Where the heads are split over a mesh axis, `head_axis` names it: the sum over heads then covers all.
 
     Raises:
       ValueError: `indices` are given and `key` has more than one head.
@@ -167,7 +185,7 @@ def indexer_loss(
     """
     if indices is not None and key.shape[2] != 1:
         raise ValueError(f"selected keys are latents that all heads share; got {key.shape[2]} key heads, give 1")
-    arrays = (index_query, index_key, head_weight, query, key, segment_ids, indices)
+    arrays = (index_query, index_key, head_weight, query, key, segment_ids, indices, query_positions)
     if implementation == "reference":
         return reference.indexer_loss(*arrays, scale=scale, head_axis=head_axis)
     return xla.indexer_loss(*arrays, scale=scale, head_axis=head_axis, query_chunk_tokens=query_chunk_tokens)

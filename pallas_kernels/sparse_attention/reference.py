@@ -12,15 +12,21 @@ def widen(array: jax.Array) -> jax.Array:
     return array.astype(np.promote_types(array.dtype, np.float32))
 
 
+def places_of_queries(segment_ids: jax.Array, query_positions: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Document and position [B, Q] of each query: all tokens of the row, or those at `query_positions` [Q] of it."""
+    if query_positions is None:
+        segments, query_positions = segment_ids, jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    else:
+        segments = segment_ids.at[:, query_positions].get(mode="promise_in_bounds")
+    return segments, jnp.broadcast_to(query_positions[None], segments.shape)
+
+
 def document_mask(
-    query_segments: jax.Array, key_segments: jax.Array, *, is_causal: bool, first_query: jax.Array | int = 0
+    query_segments: jax.Array, query_positions: jax.Array, key_segments: jax.Array, *, is_causal: bool
 ) -> jax.Array:
     """[B, Q, S]: which keys a query may see: those of its own document, not later than itself if `is_causal`."""
     mask = (query_segments[:, :, None] == key_segments[:, None, :]) & (query_segments != 0)[:, :, None]
-    if is_causal:
-        query_positions = first_query + jnp.arange(query_segments.shape[1])
-        mask &= (jnp.arange(key_segments.shape[1])[None, :] <= query_positions[:, None])[None]
-    return mask
+    return mask & cache_mask(query_positions, key_segments.shape[1]) if is_causal else mask
 
 
 def cache_mask(positions: jax.Array, num_keys: int) -> jax.Array:
@@ -74,15 +80,29 @@ def selection_mask(indices: jax.Array, num_keys: int) -> jax.Array:
 
 
 def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, scale: float, is_causal: bool
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array,
+    query_positions: jax.Array | None,
+    *,
+    scale: float,
+    is_causal: bool,
 ) -> jax.Array:
-    return attend(query, key, value, document_mask(segment_ids, segment_ids, is_causal=is_causal), scale)
+    places = places_of_queries(segment_ids, query_positions)
+    return attend(query, key, value, document_mask(*places, segment_ids, is_causal=is_causal), scale)
 
 
 def select_keys(
-    index_query: jax.Array, index_key: jax.Array, head_weight: jax.Array, segment_ids: jax.Array, *, top_k: int
+    index_query: jax.Array,
+    index_key: jax.Array,
+    head_weight: jax.Array,
+    segment_ids: jax.Array,
+    query_positions: jax.Array | None,
+    *,
+    top_k: int,
 ) -> jax.Array:
-    mask = document_mask(segment_ids, segment_ids, is_causal=True)
+    mask = document_mask(*places_of_queries(segment_ids, query_positions), segment_ids, is_causal=True)
     return best_keys(index_scores(index_query, index_key, head_weight), mask, top_k)
 
 
@@ -109,11 +129,12 @@ def indexer_loss(
     key: jax.Array,
     segment_ids: jax.Array,
     indices: jax.Array | None,
+    query_positions: jax.Array | None,
     *,
     scale: float,
     head_axis: str | None,
 ) -> jax.Array:
-    mask = document_mask(segment_ids, segment_ids, is_causal=True)
+    mask = document_mask(*places_of_queries(segment_ids, query_positions), segment_ids, is_causal=True)
     if indices is not None:
         mask &= selection_mask(indices, key.shape[1])
     target = lax.stop_gradient(probabilities(query, key, mask, scale).sum(axis=(1, 2)))

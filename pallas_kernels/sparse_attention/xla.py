@@ -11,13 +11,13 @@ from pallas_kernels.sparse_attention.reference import widen
 
 
 def _over_query_blocks(function: Callable[..., jax.Array], chunk_tokens: int, *arrays: jax.Array) -> jax.Array:
-    """`function(first position, *blocks)` on blocks of the arrays' second axis [B, S, ...], results joined.
+    """`function(*blocks)` on blocks of the arrays' second axis [B, Q, ...], results joined.
 
     Each block is computed again in the backward pass, so that the scores of one block only exist at a time.
     """
     rows, tokens = arrays[0].shape[:2]
     if tokens <= chunk_tokens:
-        return function(0, *arrays)
+        return function(*arrays)
     num_blocks = -(-tokens // chunk_tokens)
     block_tokens = -(-tokens // num_blocks)
 
@@ -26,7 +26,7 @@ def _over_query_blocks(function: Callable[..., jax.Array], chunk_tokens: int, *a
         return jnp.moveaxis(jnp.pad(array, padding).reshape(rows, num_blocks, block_tokens, *array.shape[2:]), 1, 0)
 
     recomputed = jax.checkpoint(lambda block: function(*block), prevent_cse=False)
-    blocks = lax.map(recomputed, (block_tokens * jnp.arange(num_blocks), *map(split, arrays)))
+    blocks = lax.map(recomputed, tuple(map(split, arrays)))
     joined = jnp.moveaxis(blocks, 0, 1)
     return joined.reshape(rows, num_blocks * block_tokens, *joined.shape[3:])[:, :tokens]
 
@@ -41,6 +41,7 @@ def attention(
     key: jax.Array,
     value: jax.Array,
     segment_ids: jax.Array,
+    query_positions: jax.Array | None,
     *,
     scale: float,
     is_causal: bool,
@@ -49,11 +50,12 @@ def attention(
     # Widened before the blocks, so that the sum of their gradients is wide too.
     key, value = widen(key), widen(value)
 
-    def block(first, query, segments):
-        mask = reference.document_mask(segments, segment_ids, is_causal=is_causal, first_query=first)
+    def block(query, segments, positions):
+        mask = reference.document_mask(segments, positions, segment_ids, is_causal=is_causal)
         return reference.attend(query, key, value, mask, scale)
 
-    return _over_query_blocks(block, query_chunk_tokens, query, segment_ids)
+    places = reference.places_of_queries(segment_ids, query_positions)
+    return _over_query_blocks(block, query_chunk_tokens, query, *places)
 
 
 def select_keys(
@@ -61,15 +63,17 @@ def select_keys(
     index_key: jax.Array,
     head_weight: jax.Array,
     segment_ids: jax.Array,
+    query_positions: jax.Array | None,
     *,
     top_k: int,
     query_chunk_tokens: int,
 ) -> jax.Array:
-    def block(first, index_query, head_weight, segments):
-        mask = reference.document_mask(segments, segment_ids, is_causal=True, first_query=first)
+    def block(index_query, head_weight, segments, positions):
+        mask = reference.document_mask(segments, positions, segment_ids, is_causal=True)
         return _best_keys(reference.index_scores(index_query, index_key, head_weight), mask, top_k)
 
-    return _over_query_blocks(block, query_chunk_tokens, index_query, head_weight, segment_ids)
+    places = reference.places_of_queries(segment_ids, query_positions)
+    return _over_query_blocks(block, query_chunk_tokens, index_query, head_weight, *places)
 
 
 def _best_keys(scores: jax.Array, mask: jax.Array, top_k: int) -> jax.Array:
@@ -89,7 +93,7 @@ def cached_attention(
     scale: float,
     query_chunk_tokens: int,
 ) -> jax.Array:
-    def block(_, query, positions):
+    def block(query, positions):
         return reference.attend(query, key, value, reference.cache_mask(positions, key.shape[1]), scale)
 
     return _over_query_blocks(block, query_chunk_tokens, query, positions)
@@ -104,7 +108,7 @@ def select_cached_keys(
     top_k: int,
     query_chunk_tokens: int,
 ) -> jax.Array:
-    def block(_, index_query, head_weight, positions):
+    def block(index_query, head_weight, positions):
         mask = reference.cache_mask(positions, index_key.shape[1])
         return _best_keys(reference.index_scores(index_query, index_key, head_weight), mask, top_k)
 
@@ -122,7 +126,7 @@ def selected_attention(
 ) -> jax.Array:
     latent = widen(latent)
 
-    def block(first, query, indices):
+    def block(query, indices):
         selected = _gather(latent, indices)
         weights = _selected_probabilities(query, selected, indices, scale)
         return jnp.einsum("bqhs,bqsr->bqhr", weights, selected[..., :value_width]).astype(query.dtype)
@@ -143,6 +147,7 @@ def indexer_loss(
     key: jax.Array,
     segment_ids: jax.Array,
     indices: jax.Array | None,
+    query_positions: jax.Array | None,
     *,
     scale: float,
     head_axis: str | None,
@@ -155,16 +160,17 @@ def indexer_loss(
             target = lax.psum(target, head_axis)
         return reference.kl_divergence(target, logits, mask)
 
-    def dense_block(first, index_query, head_weight, query, segments):
-        mask = reference.document_mask(segments, segment_ids, is_causal=True, first_query=first)
+    def dense_block(index_query, head_weight, query, segments, positions):
+        mask = reference.document_mask(segments, positions, segment_ids, is_causal=True)
         target = reference.probabilities(query, key, mask, scale).sum(axis=(1, 2))
         return divergence(target, reference.index_scores(index_query, index_key, head_weight), mask)
 
-    def selected_block(first, index_query, head_weight, query, indices):
+    def selected_block(index_query, head_weight, query, indices):
         target = _selected_probabilities(query, _gather(key[:, :, 0], indices), indices, scale).sum(axis=2)
         products = jnp.einsum("bqjk,bqsk->bqjs", widen(index_query), _gather(index_key, indices))
         scaled = jax.nn.relu(index_query.shape[-1] ** -0.5 * products)
         return divergence(target, jnp.einsum("bqj,bqjs->bqs", widen(head_weight), scaled), indices >= 0)
 
-    block, last = (dense_block, segment_ids) if indices is None else (selected_block, indices)
-    return _over_query_blocks(block, query_chunk_tokens, index_query, head_weight, lax.stop_gradient(query), last)
+    places = reference.places_of_queries(segment_ids, query_positions)
+    block, last = (dense_block, places) if indices is None else (selected_block, (indices,))
+    return _over_query_blocks(block, query_chunk_tokens, index_query, head_weight, lax.stop_gradient(query), *last)
