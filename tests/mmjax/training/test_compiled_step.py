@@ -1,0 +1,116 @@
+import dataclasses
+import importlib.util
+import json
+
+import pytest
+
+from mmjax import train
+from mmjax.config import DataConfig, LoraConfig, MeshConfig, ModelConfig, MoeConfig, RunConfig, VisionConfig
+from mmjax.errors import ConfigurationError
+from mmjax.parallel import described
+from mmjax.parallel.described import described_mesh
+from mmjax.planner.topology import read_cluster
+from mmjax.training import compiled_step
+from mmjax.training.compiled_step import compile_step, group_of
+
+needs_compiler = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in described._PLUGINS), reason="needs the extra deviceless"
+)
+
+
+def small_run(**changes) -> RunConfig:
+    """Adapters on a model with packed experts, on 16 devices of two nodes."""
+    model = ModelConfig(
+        num_layers=2,
+        full_attention_layers=(0, 1),
+        residual="plain",
+        parameter_dtype="bfloat16",
+        compute_dtype="bfloat16",
+        vision=VisionConfig(num_layers=0),
+        moe=MoeConfig(expert_storage="mxfp4", expert_width=64),
+    )
+    lora = LoraConfig(rank=4, experts="shared_down", targets=(r".*\.mixer\.(query|output)", r".*\.mlp\.(gate|down)"))
+    run = RunConfig(model=model, lora=lora, mesh=MeshConfig(fsdp=2, expert=8), data=DataConfig(rows=16, row_tokens=128))
+    return dataclasses.replace(run, **changes)
+
+
+def test_without_the_plug_in_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(described, "_PLUGINS", ("no_such_plug_in",))
+    with pytest.raises(ConfigurationError, match="mmjax\\[deviceless\\]"):
+        described_mesh(MeshConfig(fsdp=8), read_cluster("8xh200"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dry-run", "--cluster", "16x8xh201"], "did you mean"),
+        (["--dry-run", "--cluster", "16x8"], "16x8xh200"),
+        (["--dry-run", "--cluster", "1x2xh200", "--mesh", "fsdp=4"], "describe more nodes"),
+        (["--dry-run", "--json", "numbers.json"], "--cluster"),
+        (["--cluster", "16x8xh200"], "add --dry-run"),
+    ],
+)
+def test_a_cluster_that_cannot_be_meant_is_one_clear_error(arguments, message, capsys):
+    assert train.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "group"),
+    [
+        ("decoder.segments.0.layers.0.mlp.gate", "shared experts and dense MLPs"),
+        ("decoder.segments.0.layers.0.mlp.gate.down", "shared experts and dense MLPs"),
+        ("decoder.segments.1.layers.0.mlp.gate_codes", "routed experts"),
+        ("decoder.segments.1.layers.0.mlp.down.up", "routed experts"),
+        ("decoder.segments.1.layers.0.mlp.shared.gate", "shared experts and dense MLPs"),
+        ("decoder.segments.1.layers.0.mlp.latent_up", "routers and latent projections"),
+        ("decoder.segments.1.layers.0.mixer.query.down", "attention"),
+        ("decoder.embedding", "tables"),
+        ("vision.layers.mlp.up", "towers"),
+        ("decoder.norm", "norms and others"),
+    ],
+)
+def test_arrays_are_grouped_by_what_they_are_for(path, group):
+    assert group_of(path, {"decoder.segments.1.layers.0.mlp"}) == group
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_step_compiled_without_a_gpu_says_where_memory_goes_and_what_is_exchanged(tmp_path):
+    config = small_run()
+    text_file = tmp_path / "program.txt"
+    compiled = compile_step(config, read_cluster("2x8xh200"), text_file=text_file)
+    memory = compiled.device_memory
+    # Every argument is accounted for, up to what the compiler adds to small ones.
+    assert 0 <= memory["arguments"] - sum(compiled.at_rest.values()) < 64 * 1024
+    # The state is changed in place.
+    assert memory["aliased"] > 0.9 * memory["outputs"]
+    kinds = {(exchange.kind, exchange.mesh_axes) for exchange in compiled.exchanges}
+    assert ("all-gather", ("fsdp", "expert")) in kinds and ("all-to-all", ("expert",)) in kinds
+    assert compiled.flops > 0 and 0 <= compiled.hidden_share <= 1
+    # Experts are gathered packed, and nothing frozen is gathered or summed in float32.
+    text = text_file.read_text()
+    gathered = [line for line in text.splitlines() if " all-gather" in line and "u8[" in line]
+    assert gathered
+    optimizer = {name: size for name, size in compiled.at_rest.items() if name == "optimizer"}
+    adapters = sum(size for name, size in compiled.at_rest.items() if name.startswith("adapters"))
+    assert optimizer["optimizer"] == pytest.approx(2 * adapters, rel=0.01)
+    # As JSON it is the same.
+    compiled.write(tmp_path / "numbers.json")
+    assert json.loads((tmp_path / "numbers.json").read_text())["device_memory"] == memory
+
+
+@needs_compiler
+def test_compiled_text_is_described_alike_for_each_kind_of_gpu_that_is_known():
+    for name in ("a100", "h100", "h200", "b200"):
+        mesh = described_mesh(MeshConfig(fsdp=2, expert=8), read_cluster(f"2x8x{name}"))
+        assert mesh.devices.size == 16 and {device.process_index for device in mesh.devices.flat} == {0, 1}
+    with pytest.raises(ConfigurationError, match="rtx-4090"):
+        described_mesh(MeshConfig(fsdp=2), read_cluster("2xrtx-4090"))
+
+
+def test_the_batch_is_described_as_the_loader_makes_it():
+    from mmjax.parallel.mesh import make_mesh
+
+    batch = compiled_step.abstract_batch(small_run(mesh=MeshConfig()), make_mesh(MeshConfig()))
+    assert batch.tokens.shape == (16, 128) and batch.patches.shape[1] == 0
