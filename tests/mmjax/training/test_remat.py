@@ -1,0 +1,97 @@
+"""What the backward pass keeps, and where, changes no number."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from mmjax.config import (
+    DataConfig,
+    FullAttentionConfig,
+    LinearAttentionConfig,
+    MeshConfig,
+    ModelConfig,
+    MoeConfig,
+    RunConfig,
+    VisionConfig,
+    check,
+)
+from mmjax.parallel.mesh import make_mesh
+from mmjax.training.compiled_step import abstract_batch
+from mmjax.training.step import init_state, make_value_and_gradient, place_batch
+
+MODEL = ModelConfig(
+    width=16,
+    num_layers=2,
+    vocabulary_size=32,
+    full_attention_layers=(1,),
+    residual="plain",
+    linear_attention=LinearAttentionConfig(num_heads=2, key_width=8, value_width=8, decay_rank=4, chunk_tokens=16),
+    full_attention=FullAttentionConfig(
+        num_heads=2, query_rank=8, latent_width=8, nope_width=8, shared_key_width=4, value_width=8
+    ),
+    moe=MoeConfig(num_experts=4, experts_per_token=2, expert_width=8, latent_width=8, dense_width=16),
+    vision=VisionConfig(num_layers=0),
+    parameter_dtype="float64",
+    compute_dtype="float64",
+)
+RUN = RunConfig(model=MODEL, mesh=MeshConfig(fsdp=2), data=DataConfig(rows=2, row_tokens=12))
+
+
+def gradient(**changes):
+    """Loss and gradients of one batch under these settings of remat."""
+    config = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, **changes))
+    mesh = make_mesh(config.mesh)
+    state, random = init_state(config, mesh), np.random.default_rng(0)
+    batch = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_batch(config, mesh))
+    tokens = random.integers(0, 32, (2, 13), np.int32)
+    batch = batch._replace(
+        tokens=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        loss_weight=np.ones((2, 12), np.float32),
+        segment_ids=np.repeat(np.array([[1, 2, 0]], np.int32), [5, 5, 2], axis=1).repeat(2, axis=0),
+        feature_index=np.full((2, 12), -1, np.int32),
+    )
+    step = jax.jit(make_value_and_gradient(config, mesh))
+    loss, _, _, gradients = step(state.parameters, state.router_biases, place_batch(batch, mesh))
+    return loss, gradients
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with jax.enable_x64(True):
+        return gradient(remat="none")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remat": "layer"},
+        {"remat": "layer", "remat_keep": ("projections", "attention", "experts")},
+        {"remat": "layer", "remat_keep": ("experts",), "remat_offload": ("projections", "attention")},
+    ],
+    ids=["nothing", "on the device", "on the host"],
+)
+def test_loss_and_gradients_do_not_depend_on_what_is_kept(changes, expected):
+    with jax.enable_x64(True):
+        loss, gradients = gradient(**changes)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-13)
+    for path, leaf in expected[1].items():
+        scale = float(np.abs(np.asarray(leaf)).max()) or 1.0
+        np.testing.assert_allclose(
+            np.asarray(gradients[path]), np.asarray(leaf), rtol=0, atol=1e-11 * scale, err_msg=path
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "remedy"),
+    [
+        ({"remat_keep": ("matmuls",)}, "model.remat_keep", "projections, attention, experts"),
+        ({"remat_offload": ("experts",), "remat": "none"}, "model.remat_offload", "everything is kept"),
+        ({"remat_keep": ("experts",), "remat_offload": ("experts",)}, "model.remat_offload", "one place"),
+    ],
+)
+def test_what_cannot_be_kept_is_one_fault(changes, path, remedy):
+    faults = check(RunConfig(model=ModelConfig(**changes)))
+    assert [fault.path for fault in faults] == [path] and remedy in faults[0].remedy
