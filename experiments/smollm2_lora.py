@@ -17,13 +17,13 @@ def run() -> RunConfig:
 
     bash scripts/smollm2.sh
     python -m mmjax.train --experiment smollm2_lora
-    Expect: 0.34 held-out exact match (majority guess 0.10; more steps, more) after 5 minutes on 2 cores.
+    Expect: 0.37 held-out exact match (0.00 before, majority guess 0.10; more steps, more) in 5 to 6 CPU minutes.
     """
     return RunConfig(
         run_dir="runs/smollm2_lora",
         weights="data/smollm2/model",
         # The rest of the model comes with its weights.
-        model=ModelConfig(remat="none", vision=VisionConfig(num_layers=0)),
+        model=ModelConfig(remat="none", loss_chunk_tokens=128, vision=VisionConfig(num_layers=0)),
         lora=LoraConfig(rank=16, alpha=32.0, targets=("all-linear",)),
         data=DataConfig(
             source="data/smollm2/train.jsonl",
@@ -40,5 +40,5 @@ def run() -> RunConfig:
         ),
         optimizer=OptimizerConfig(name="adamw", learning_rate=1.5e-3, warmup_steps=4, weight_decay=0.0),
         checkpoint=CheckpointConfig(every_steps=50),
-        training=TrainingConfig(steps=28, eval_every_steps=0),
+        training=TrainingConfig(steps=32, eval_every_steps=0),
     )

@@ -46,8 +46,10 @@ CHECKPOINTS = "checkpoints"
 SHEET = "answers.png"
 
 
-def run(config: RunConfig, mesh: Mesh) -> int:
+def run(config: RunConfig, mesh: Mesh, *, is_evaluation_only: bool = False) -> int:
     """Train until `training.steps` are done; the same run_dir again goes on from its latest complete checkpoint.
+
+    `is_evaluation_only` answers the held-out questions as the steps done so far would, also if there are none.
 
     Returns the exit code: 0, or EXIT_INTERRUPTED when SIGTERM or Ctrl-C stopped it and the steps done are saved.
 
@@ -57,7 +59,7 @@ def run(config: RunConfig, mesh: Mesh) -> int:
     """
     if config.training.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.training.compilation_cache)
-    run_dir, num_steps = Path(config.run_dir), config.training.steps
+    run_dir = Path(config.run_dir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(sole_user(run_dir))
         if jax.process_index() == 0:
@@ -71,8 +73,16 @@ def run(config: RunConfig, mesh: Mesh) -> int:
         check_vocabulary(config, loader)
         check_same("data", json.dumps(loader.fingerprint(), sort_keys=True), "give all hosts the same files")
         evaluator = open_evaluator(config, mesh)
+        if is_evaluation_only and evaluator is None:
+            raise ConfigurationError(
+                "data.eval_source",
+                found="nothing held out",
+                expected="questions to evaluate on",
+                remedy="give --data.eval-source, or leave --evaluate-only out",
+            )
         abstract = abstract_state(config, mesh)
         state, progress = restore_or_begin(config, mesh, checkpoints, loader, abstract)
+        num_steps = progress.steps if is_evaluation_only else config.training.steps
         monitor = stack.enter_context(
             RunMonitor(run_dir, first_step=progress.steps, num_steps=num_steps, is_silent=jax.process_index() != 0)
         )
@@ -132,7 +142,7 @@ def run(config: RunConfig, mesh: Mesh) -> int:
         held_out.evaluate(progress.steps, state)
         saver.save(state, held_out.scores.get(progress.steps))
         checkpoints.wait()
-        latest = {"latest checkpoint": str(run_dir / CHECKPOINTS / str(progress.steps))}
+        latest = {"latest checkpoint": str(run_dir / CHECKPOINTS / str(progress.steps)) if progress.steps else "none"}
         rows = recorder.summary() | held_out.summary() | latest
         if held_out.result is not None and jax.process_index() == 0:
             write_answers(run_dir, held_out.result)
@@ -401,7 +411,9 @@ def open_evaluator(config: RunConfig, mesh: Mesh) -> Evaluator | None:
     """None where nothing is held out."""
     if not has_held_out(config.data):
         return None
-    return Evaluator(config, Loader(config.data, config.model.vision, config.seed, "held_out", model=config.model), mesh)
+    return Evaluator(
+        config, Loader(config.data, config.model.vision, config.seed, "held_out", model=config.model), mesh
+    )
 
 
 class HeldOut:

@@ -67,8 +67,10 @@ class Answers:
 
     def __call__(self, state: TrainState) -> EvaluationResult:
         asked = [
-            EvaluationAnswer(row=0, start=0, budget=1, question="?", reference=text, kind="digit", picture=None)
-            for text in "12"
+            EvaluationAnswer(
+                number=number, row=0, start=1, budget=1, question="?", reference=text, kind="digit", picture=None
+            )
+            for number, text in enumerate("12")
         ]
         given = "1" if int(state.step) < 6 else "3"
         return EvaluationResult(tuple(GivenAnswer(one, given, is_finished=True) for one in asked))
@@ -206,6 +208,24 @@ def test_a_run_leaves_metrics_curves_checkpoints_and_the_sheet(undisturbed: Path
         "supervised_tokens": 24,
         "skipped_steps": 0,
     }
+
+
+def test_a_run_can_be_evaluated_before_its_first_step_and_after_any(tmp_path: Path, monkeypatch, capsys) -> None:
+    def evaluate() -> list[tuple[int, float]]:
+        assert loop.run(_config(run_dir), MESH, is_evaluation_only=True) == 0
+        records = read_lines(run_dir / "evaluations.jsonl")
+        return [(record["step"], record["exact_match"]) for record in records]
+
+    run_dir = tmp_path / "run"
+    assert evaluate() == [(0, 0.5)]
+    assert not read_lines(run_dir / "metrics.jsonl") and not list(run_dir.glob("checkpoints/[0-9]*"))
+    assert _run(run_dir, steps=6, eval_every_steps=0) == 0
+    assert evaluate() == [(0, 0.5), (6, 0.0)]
+    assert "held-out exact match" in capsys.readouterr().out
+    assert _final_state(run_dir)[0] == 6
+    monkeypatch.setattr(loop, "open_evaluator", lambda *_: None)
+    with pytest.raises(ConfigurationError, match="eval_source"):
+        evaluate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
