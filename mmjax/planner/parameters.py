@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from mmjax import axes
 from mmjax.config import MeshConfig, ModelConfig, layer_kinds
-from mmjax.config.faults import SPLIT_OVER
+from mmjax.config.faults import MXFP4_GROUP, SPLIT_OVER
 from mmjax.planner.towers import tower_arrays
 
 Part = Literal[
@@ -61,9 +62,14 @@ class ParameterArray:
         return self.path.rsplit(".", 1)[-1]
 
     @property
+    def layer_size(self) -> int:
+        """Entries of one layer, over all devices."""
+        return math.prod(self.shape)
+
+    @property
     def size(self) -> int:
         """Entries over all layers and devices."""
-        return self.count * math.prod(self.shape)
+        return self.count * self.layer_size
 
     @property
     def is_matrix(self) -> bool:
@@ -74,10 +80,6 @@ class ParameterArray:
     def num_input_axes(self) -> int:
         """How many axes, after that of the experts, a product with this matrix sums over."""
         return num_input_axes(self.name, len(self.shape))
-
-    def rest_bytes(self, entries: float) -> float:
-        """Bytes of so many entries as they rest."""
-        return entries * 17 / 32 if self.is_packed else entries * ITEM_BYTES[self.dtype]
 
 
 def is_projection(name: str, num_axes: int) -> bool:
@@ -99,14 +101,15 @@ class Shard:
     array: ParameterArray
     num_layers: int
     """Of the layers that have it, how many the device has: decoder layers are dealt evenly to a pipeline's stages."""
+    split_over: tuple[str, ...]
+    """The mesh axes that one or other of its axes rests split over."""
+    gathered_over: tuple[str, ...]
+    """Those of them over which it is whole where it is used: fsdp and expert, for experts fsdp only."""
     rest_entries: int
     """Held at rest, over all these layers."""
+    rest_bytes: float
     gather_factor: int
-    """How many times larger it is where it is used: whole over fsdp and expert, experts over fsdp only."""
-
-    @property
-    def rest_bytes(self) -> float:
-        return self.array.rest_bytes(self.rest_entries)
+    """How many times larger it is where it is used."""
 
     @property
     def used_entries(self) -> int:
@@ -116,18 +119,50 @@ class Shard:
 
 def shards(arrays: Iterable[ParameterArray], mesh: MeshConfig) -> list[Shard]:
     """The shard of each array: its axes are split as the sharding table says."""
-    sizes = mesh.sizes
-    parts = {axis: math.prod(sizes[name] for name in names) for axis, names in SPLIT_OVER.items()}
-    gathered = {"model_weight": mesh.fsdp * mesh.expert, "rank_weight": mesh.fsdp * mesh.expert}
-    gathered["expert_hidden"] = mesh.fsdp
-    found = []
+    sizes, found = mesh.sizes, []
+
+    def num_parts(mesh_axes: Iterable[str]) -> int:
+        return math.prod(sizes[name] for name in mesh_axes)
+
     for array in arrays:
-        names = [axis for axis in array.array_axes if axis]
         count = -(-array.count // mesh.pipe) if array.in_decoder_layer else array.count
-        entries = count * math.prod(array.shape) // math.prod(parts[axis] for axis in names)
-        factor = math.prod(gathered.get(axis, 1) for axis in names)
-        found.append(Shard(array=array, num_layers=count, rest_entries=entries, gather_factor=factor))
+        split_over, gathered_over = _split_of(array, array.shape, mesh)
+        entries = count * array.layer_size // num_parts(split_over)
+        if array.is_packed:
+            # Codes of two inputs and scales of 32 are arrays of their own, which may rest split differently.
+            experts, inputs, outputs = array.shape
+            packed = [(experts, inputs // width, outputs) for width in (2, MXFP4_GROUP)]
+            rest_bytes = sum(
+                count * math.prod(shape) // num_parts(_split_of(array, shape, mesh)[0]) for shape in packed
+            )
+        else:
+            rest_bytes = entries * ITEM_BYTES[array.dtype]
+        found.append(
+            Shard(
+                array=array,
+                num_layers=count,
+                split_over=split_over,
+                gathered_over=gathered_over,
+                rest_entries=entries,
+                rest_bytes=rest_bytes,
+                gather_factor=num_parts(gathered_over),
+            )
+        )
     return found
+
+
+def _split_of(
+    array: ParameterArray, shape: tuple[int, ...], mesh: MeshConfig
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(mesh axes that an array with the axes of `array` and this shape rests split over, those gathered at use)."""
+    split_over: list[str] = []
+    gathered_over: list[str] = []
+    for axis, size in zip(array.array_axes, shape, strict=True):
+        if axis:
+            resting = axes.resting_axes(axis, SPLIT_OVER[axis], size, mesh.sizes)
+            split_over += resting
+            gathered_over += [name for name in axes.GATHERED_AT_USE.get(axis, ()) if name in resting]
+    return tuple(split_over), tuple(gathered_over)
 
 
 def wide(dtype: str) -> str:
@@ -209,11 +244,12 @@ def parameter_arrays(model: ModelConfig) -> list[ParameterArray]:
         add_layer("moe", "latent projections", "mlp.latent_up", (expert_input, width), (None, "model_weight"))
         if moe.latent_norm:
             add_layer("moe", "norms and mixes", "mlp.latent_norm", (expert_input,), (None,))
+    experts = axes.ARRAY_AXIS_OF_EXPERTS[moe.expert_axes]
     into = (moe.num_experts, expert_input, moe.expert_width)
     for path in ("gate", "up"):
-        add_layer("moe", "routed experts", f"mlp.{path}", into, ("experts", None, "expert_hidden"))
+        add_layer("moe", "routed experts", f"mlp.{path}", into, (experts, None, "expert_hidden"))
     out = (moe.num_experts, moe.expert_width, expert_input)
-    add_layer("moe", "routed experts", "mlp.down", out, ("experts", "expert_hidden", None))
+    add_layer("moe", "routed experts", "mlp.down", out, (experts, "expert_hidden", None))
     if moe.num_shared_experts:
         for path, shape, array_axes in _mlp(width, moe.shared_hidden_width):
             add_layer("moe", "shared experts", f"mlp.shared.{path}", shape, array_axes)

@@ -62,7 +62,7 @@ COMMANDS = {
     "no such held-out data": (3, ["absent.jsonl", "No such file"], ["--data.eval-source", "absent.jsonl"]),
     "no such tokenizer": (3, ["absent.json", "No such file"], ["--data.tokenizer", "absent.json"]),
     "no folder for the run": (4, ["/dev/null/run", "Not a directory"], ["--run-dir", "/dev/null/run"]),
-    "a mesh that does not divide": (2, ["data.rows", "model.width", "multiple of 3"], ["--mesh", "fsdp=3"]),
+    "a mesh that does not divide": (2, ["data.rows", "num_experts", "multiple of 3"], ["--mesh", "expert=3"]),
     "too few devices": (2, ["needs 16 devices", "8 are there", "--dry-run"], ["--mesh", "replica=16"]),
     "a row too small for a picture": (2, ["data.row_patches", "image_max_patches"], ["--data.row-patches", "12"]),
 }

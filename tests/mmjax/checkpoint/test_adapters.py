@@ -38,10 +38,10 @@ training: {steps: 2}
 
 
 def released_config() -> dict:
-    """A Kimi-K3 of two layers whose experts fit groups of 32 on two devices of fsdp."""
+    """A Kimi-K3 of two layers; two devices of fsdp share the codes of its packed experts, but not their scales."""
     config = json.loads(GOLDEN.read_text())
     text = config["text_config"]
-    text |= {"vocab_size": 264, "hidden_size": 16, "num_hidden_layers": 2, "moe_intermediate_size": 64}
+    text |= {"vocab_size": 264, "hidden_size": 16, "num_hidden_layers": 2, "moe_intermediate_size": 32}
     text |= {"intermediate_size": 16, "attn_res_block_size": 1, "num_experts": 8, "num_experts_per_token": 2}
     text |= {"q_lora_rank": 8, "kv_lora_rank": 8}
     linear = {"full_attn_layers": [2], "kda_layers": [1], "head_dim": 8}
@@ -154,7 +154,9 @@ def test_the_step_after_export_and_reload_is_the_one_the_run_itself_took(runs, t
     assert convert.main([str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter"]) == 0
     config = saved.load(runs / "whole" / "config.yaml")
     lora = dataclasses.replace(config.lora, start=str(tmp_path / "adapter"))
-    started, mesh = dataclasses.replace(config, lora=lora, run_dir=str(tmp_path / "started")), make_mesh(config.mesh)
+    # On one device, so that the mesh of the run is compared too.
+    started = dataclasses.replace(config, lora=lora, run_dir=str(tmp_path / "started"), mesh=MeshConfig())
+    mesh = make_mesh(started.mesh)
     state, batch = init_state(started, mesh), loop.open_loader(started).batch(1)
     value_and_gradient = jax.jit(make_value_and_gradient(started, mesh))
     placed = place_batch(batch, mesh)

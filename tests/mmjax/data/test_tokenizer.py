@@ -89,7 +89,7 @@ def test_a_release_whose_tokenizer_adds_one_has_a_token_before_each_conversation
     beside(tmp_path, add_bos_token=True, bos_token={"content": "<|other|>", "lstrip": False})
     tokenizer = opened(byte_level(special=True), tmp_path)
     begin = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<|other|>")
-    assert tokenizer.header("user") == [begin, *plain.header("user")]
+    assert begin is not None and tokenizer.header("user") == [begin, *plain.header("user")]
     assert tokenizer.header("user", is_first=False) == plain.header("user", is_first=False)
     assert begin not in tokenizer.encode("<|other|>") and tokenizer.decode([begin, *tokenizer.encode("a")]) == "a"
     assert tokenizer.digest != plain.digest

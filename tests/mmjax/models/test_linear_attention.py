@@ -203,11 +203,12 @@ def test_split_over_devices_equals_one_device(one_device, implementation, output
             assert jax.typeof(output).manual_axis_type.varying == set(DATA_AXES)
             return jax.lax.psum(jnp.vdot(output, cotangent), DATA_AXES), output
 
-        rows, specs = spec("batch", "position", None), state_specs(state)
+        mesh = make_mesh(mesh)
+        rows, specs = spec("batch", "position", None), state_specs(state, mesh.shape)
         (_, output), gradients = jax.jit(
             jax.shard_map(
                 jax.value_and_grad(loss, argnums=(0, 1), has_aux=True),
-                mesh=make_mesh(mesh),
+                mesh=mesh,
                 in_specs=(specs, rows, spec("batch", "position"), rows),
                 out_specs=((PartitionSpec(), rows), (specs, rows)),
                 check_vma=True,

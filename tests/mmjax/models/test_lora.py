@@ -132,7 +132,7 @@ def test_an_adapted_projection_is_the_merged_one(equation, inputs, weight, num_i
         up = jnp.asarray(random.normal(size=(2, *weight[num_inputs:])))
 
         def variable(array: jax.Array) -> nnx.Variable:
-            return nnx.Param(array, array_axes=(None,) * array.ndim)
+            return nnx.Param(array, array_axes=(None,) * array.ndim, whole_shape=array.shape)
 
         def adapted(values, base, down, up):
             parts = map(variable, (base, down, up))

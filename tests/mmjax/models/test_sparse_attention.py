@@ -212,11 +212,12 @@ def test_split_over_devices_equals_one_device(stage, mesh):
             total = jax.lax.psum(jnp.vdot(output, cotangent) + 0.7 * indexer_loss, DATA_AXES)
             return total, (output, jax.lax.psum(indexer_loss, DATA_AXES))
 
-        rows, specs = spec("batch", "position", None), state_specs(state)
+        mesh = make_mesh(mesh)
+        rows, specs = spec("batch", "position", None), state_specs(state, mesh.shape)
         (_, found), gradients = jax.jit(
             jax.shard_map(
                 jax.value_and_grad(both, argnums=(0, 1), has_aux=True),
-                mesh=make_mesh(mesh),
+                mesh=mesh,
                 in_specs=(specs, rows, spec("batch", "position"), rows),
                 out_specs=((PartitionSpec(), (rows, PartitionSpec())), (specs, rows)),
                 check_vma=True,

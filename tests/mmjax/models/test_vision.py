@@ -262,7 +262,7 @@ def test_split_over_fsdp_expert_and_tensor_equals_one_device(run):
 
             return jax.value_and_grad(product)(state)
 
-        specs = state_specs(state)
+        specs = state_specs(state, mesh.shape)
         rows_spec = spec("batch")
         split = jax.shard_map(gradients, mesh=mesh, in_specs=(specs, rows_spec, rows_spec), out_specs=(P(), specs))
         value, slopes = jax.jit(split)(state, batch, weight)

@@ -1,7 +1,8 @@
-"""The sizes that a configuration is checked for are those that the sharding table splits."""
+"""The sizes that a configuration is checked for are those that the sharding table cannot leave whole."""
 
 import pytest
 
+from mmjax.axes import GATHERED_AT_USE
 from mmjax.config import (
     AudioConfig,
     FullAttentionConfig,
@@ -15,6 +16,7 @@ from mmjax.config import (
 )
 from mmjax.config.faults import split_sizes
 from mmjax.models.multimodal import define
+from mmjax.parallel.sharding import RULES
 
 
 @pytest.mark.parametrize("output_gate", ["full", "low_rank"])
@@ -35,10 +37,8 @@ def test_every_axis_that_a_mesh_splits_has_its_setting_checked(output_gate: str,
         moe=MoeConfig(num_experts=37, expert_width=41, dense_width=43, num_shared_experts=1),
         vision=VisionConfig(num_layers=1, width=47),
     )
-    split = sizes_split(model)
-    # The projector joins four patches; a shared expert is as wide as a routed one, whose check is the stricter.
-    split -= {(4 * 47, "model_weight"), (41, "hidden")}
-    assert split == {(size, axis) for _, size, axis in split_sizes(model)}
+    # A shared expert is as wide as a routed one.
+    assert sizes_split(model) - {(41, "hidden")} == {(size, axis) for _, size, axis in split_sizes(model)}
 
 
 def test_every_axis_of_grouped_attention_that_a_mesh_splits_has_its_setting_checked() -> None:
@@ -96,15 +96,14 @@ def test_every_axis_of_a_tower_that_a_mesh_splits_has_its_setting_checked(vision
         vision=vision,
         audio=AudioConfig(num_layers=1, width=53, values_per_feature=2),
     )
-    # Mergers join four patches, a convolution takes three frames, the projector of sounds joins two values.
-    multiples = {(4 * 47, "model_weight"), (3 * 53, "model_weight"), (2 * 53, "model_weight")}
-    assert sizes_split(model) - multiples == {(size, axis) for _, size, axis in split_sizes(model)}
+    assert sizes_split(model) == {(size, axis) for _, size, axis in split_sizes(model)}
 
 
 def sizes_split(model: ModelConfig) -> set[tuple[int, str]]:
+    """Of the axes that rest split over more than what is gathered at use."""
     split = set()
     for variable in define(model).parameters.values():
         array_axes = variable.get_metadata()["array_axes"]
         shape = variable.get_value().shape[-len(array_axes) :]
         split |= {(size, axis) for size, axis in zip(shape, array_axes, strict=True) if axis}
-    return split
+    return {(size, axis) for size, axis in split if set(RULES[axis]) - set(GATHERED_AT_USE.get(axis, ()))}

@@ -6,6 +6,7 @@ How the recorded values were made stands in tests/golden/k3_tiny/README.md.
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import jax
@@ -14,17 +15,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mmjax.checkpoint.convert import Progress, convert
+from mmjax.checkpoint.export import export, run_arrays
+from mmjax.checkpoint.released_files import open_released
+from mmjax.checkpoint.store import Store
+from mmjax.checkpoint.weights import load_weights
 from mmjax.config import MeshConfig, RunConfig
 from mmjax.data.batch import Batch
 from mmjax.errors import ConfigurationError
-from mmjax.models.decoder import layer_address
 from mmjax.models.families.kimi_k3 import canonical_name, read_config, released_tensors
 from mmjax.models.families.released import from_released, to_released
 from mmjax.models.layers import use
+from mmjax.models.layout import layer_address
 from mmjax.models.multimodal import define
 from mmjax.parallel.mesh import make_mesh
 from mmjax.presets.kimi_k3 import kimi_k3, kimi_k3_tiny, kimi_k31
-from mmjax.training.step import make_value_and_gradient, place_batch
+from mmjax.training.step import abstract_state, make_value_and_gradient, place_batch
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "k3_tiny"
 NUM_TOKENS = (37, 50)
@@ -112,23 +118,40 @@ def test_tiny_k3_gives_the_recorded_values_and_gradients(one_device, dtype, is_p
     check_golden(one_device, dtype, is_packed, value_bound, gradient_bound)
 
 
-def test_four_devices_give_the_recorded_loss_and_gradients():
-    expected = np.load(GOLDEN / "expected.npz")
+def test_eight_devices_give_the_recorded_loss_and_gradients_and_the_same_files_back(tmp_path):
+    """Converted from its released layout, loaded on fsdp=2 x expert=4, and out again from what lies on that mesh."""
+    expected, source, folder = np.load(GOLDEN / "expected.npz"), tmp_path / "source", tmp_path / "ours"
+    source.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(GOLDEN / name, source / name)
+    told = Progress(lambda size: None, lambda text: None)
+    convert(open_released(source), folder, told)
     with jax.enable_x64(True):
         config, batch = golden_run("float64"), golden_batch(is_packed=False)
-        parameters, biases = from_released(
-            config.model, released_tensors(config.model), load_file(GOLDEN / "model.safetensors")
-        )
-        # Two rows of documents, two of nothing: a row for each device.
-        batch = Batch(*(np.concatenate([array, np.zeros((2, *array.shape[1:]), array.dtype)]) for array in batch))
+        # Two rows of documents, six of nothing: a row for each device.
+        batch = Batch(*(np.concatenate([array, np.zeros((6, *array.shape[1:]), array.dtype)]) for array in batch))
         batch.patch_grid[2:] = 1
-        # Its latent width of 20 is split over both axes.
-        mesh = make_mesh(MeshConfig(fsdp=2, expert=2))
+        mesh = make_mesh(MeshConfig(fsdp=2, expert=4))
+        abstract = abstract_state(config, mesh)
+        loaded = load_weights(folder, abstract.parameters | abstract.router_biases)
+        parameters, biases = (
+            {path: loaded[path] for path in part} for part in (abstract.parameters, abstract.router_biases)
+        )
+        # Its latent width of 20 is divided by one of the two axes, its query rank of 24 by both.
+        mixer = "decoder.segments.2.layers.0.mixer"
+        for name, size in (("key_up", 20 // 4), ("query_up", 24 // 8)):
+            array = parameters[f"{mixer}.{name}"]
+            assert array.sharding.shard_shape(array.shape)[1] == size
         value_and_gradient = jax.jit(make_value_and_gradient(config, mesh))
         loss, _, counts, gradients = value_and_gradient(parameters, biases, place_batch(batch, mesh))
+        with Store(tmp_path / "checkpoints") as store:
+            store.save(1, {"parameters": parameters, "router_biases": biases, "frozen": {}}, {})
     assert int(counts["supervised_tokens"]) == 65 and int(counts["real_tokens"]) == 87
     assert abs(float(loss) - float(expected["loss_float64"])) < 1e-6
     check_gradients(config, gradients, biases, expected, 1e-6)
+    export(folder, *run_arrays(tmp_path / "checkpoints" / "1"), tmp_path / "back", told)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes(), name
 
 
 @pytest.mark.gpu
