@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.cross_entropy import reference, xla
@@ -17,6 +18,7 @@ def cross_entropy(
     *,
     chunk_tokens: int,
     vocabulary_axis: str | None = None,
+    is_head_trained: bool = True,
     implementation: Implementation = "auto",
 ) -> Float[Array, ""]:
     """Weighted sum of the tokens' cross-entropies; dividing by the sum of the weights is the caller's.
@@ -24,7 +26,8 @@ def cross_entropy(
         loss = sum_t weights[t] * (logsumexp_w(logits[t]) - logits[t, targets[t]]),   logits = hidden @ head
 
     Logits are accumulated, and all that follows is computed and returned, in at least float32; the head's gradient is
-    summed over chunks in it too. A token of weight 0 may have any target, also one outside the vocabulary (-100). The
+    summed over chunks in it too, for which a copy of the head in it is held unless `is_head_trained` is False: then the
+    head gets no gradient. A token of weight 0 may have any target, also one outside the vocabulary (-100). The
     weights are constants: they get no gradient.
     At most `chunk_tokens` tokens have logits at one time, forward and backward; T need not be a multiple of it. The
     tokens that count come first, and chunks of others are left out: where answers alone count, prompts cost nothing.
@@ -36,8 +39,17 @@ def cross_entropy(
     """
     _check(chunk_tokens, vocabulary_axis, implementation)
     if implementation == "reference":
+        head = head if is_head_trained else lax.stop_gradient(head)
         return reference.cross_entropy(hidden, head, targets, weights)
-    return xla.cross_entropy(hidden, head, targets, weights, chunk_tokens=chunk_tokens, vocabulary_axis=vocabulary_axis)
+    return xla.cross_entropy(
+        hidden,
+        head,
+        targets,
+        weights,
+        chunk_tokens=chunk_tokens,
+        vocabulary_axis=vocabulary_axis,
+        is_head_trained=is_head_trained,
+    )
 
 
 def greedy_tokens(

@@ -16,6 +16,7 @@ def cross_entropy(
     *,
     chunk_tokens: int,
     vocabulary_axis: str | None,
+    is_head_trained: bool,
 ) -> jax.Array:
     """See `api.cross_entropy`."""
     wide, weights = np.promote_types(hidden.dtype, np.float32), lax.stop_gradient(weights)
@@ -23,7 +24,7 @@ def cross_entropy(
         # Those that count come first: chunks of the others alone need no logits.
         hidden, targets, weights = _taken(jnp.argsort(weights == 0, stable=True), hidden, targets, weights)
     # Wide outside the loop, so that the loop's backward pass sums the head's gradient over chunks in that precision.
-    hidden, head_wide = _alike(hidden, head.astype(wide))
+    hidden, head_wide = _alike(hidden, head.astype(wide) if is_head_trained else lax.stop_gradient(head))
     offset = _vocabulary_offset(head, vocabulary_axis)
 
     # Keeps the chunk's inputs: neither pass holds the logits of more than one chunk.

@@ -48,6 +48,22 @@ def test_value_and_gradients_equal_the_whole_logits_for_any_cotangent(chunk_toke
             assert_close(chunked(factor, *arrays), whole_logits(factor, *arrays))
 
 
+def test_a_head_that_is_not_trained_gets_no_gradient_and_no_wide_copy():
+    with jax.enable_x64(True):
+        arrays = arguments()
+        frozen = partial(loss_and_gradients, 1.0, chunk_tokens=4, is_head_trained=False)
+        loss, (to_hidden, to_head) = jax.jit(frozen)(*arrays)
+        expected, (to_hidden_expected, _) = whole_logits(1.0, *arrays)
+    assert_close((loss, to_hidden), (expected, to_hidden_expected))
+    assert not np.any(to_head)
+    hidden, head, targets, weights = arrays
+    narrow = (hidden.astype(jnp.bfloat16), head.astype(jnp.bfloat16), targets, weights.astype(jnp.float32))
+    wide_head = f"f32[{WIDTH},{VOCABULARY}]"
+    trained = partial(loss_and_gradients, 1.0, chunk_tokens=4)
+    assert wide_head in str(jax.make_jaxpr(trained)(*narrow))
+    assert wide_head not in str(jax.make_jaxpr(partial(trained, is_head_trained=False))(*narrow))
+
+
 def test_tokens_of_weight_zero_and_their_targets_do_not_count():
     with jax.enable_x64(True):
         hidden, head, targets, weights = arguments()
