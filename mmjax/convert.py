@@ -172,7 +172,7 @@ def _export_run(command: Command, released: Path, shard_bytes: int | None) -> No
         export_run(config, step, command.target, overwrite=command.overwrite)
         print(f"adapters of step {steps[-1]} written to {command.target}")
         return
-    arrays = merged_arrays(config, step) if command.merge else run_arrays(step)
+    arrays = merged_arrays(config, step) if command.merge else run_arrays(step, config.model)
     _export(command, released, arrays, shard_bytes)
 
 

@@ -171,6 +171,13 @@ def _mesh(command: Command) -> MeshConfig:
     import jax
 
     mesh = resolve_mesh(parse_mesh(command.mesh), jax.device_count())
+    if mesh.pipe > 1 or mesh.context > 1:
+        raise ConfigurationError(
+            "--mesh",
+            found=describe_mesh(mesh),
+            expected="pipe=1 and context=1: tokens of an answer come one by one",
+            remedy="put the devices on tensor, expert, fsdp or replica",
+        )
     if mesh.num_devices > jax.device_count():
         raise ConfigurationError(
             "--mesh",
@@ -259,10 +266,13 @@ def _run_arrays(folder: Path, config: RunConfig, abstract: Any) -> tuple[dict, d
     from mmjax.checkpoint.manifest import Damage, read_manifest
     from mmjax.checkpoint.store import Store
     from mmjax.checkpoint.weights import load_step
+    from mmjax.models.layout import Relayout
     from mmjax.training.loop import CHECKPOINTS
     from mmjax.training.step import saved_part, with_base
 
     checkpoints = Store(folder / CHECKPOINTS, read_only=True)
+    trained = saved.load(folder / saved.FILE_NAME).model
+    relayout = Relayout(trained, config.model) if trained.pipeline_stages else None
     part = saved_part(config, abstract)
     wanted = {
         f"{group}.{path}": leaf
@@ -272,7 +282,7 @@ def _run_arrays(folder: Path, config: RunConfig, abstract: Any) -> tuple[dict, d
     for step in reversed(checkpoints.steps()):
         path = checkpoints.directory / str(step)
         try:
-            found = load_step(path, wanted)
+            found = load_step(path, wanted, relayout)
             metadata = read_manifest(path)["metadata"]
         except Damage as damage:
             print(f"checkpoint {path}: damaged: {damage}; looking at the step before", file=sys.stderr)

@@ -28,6 +28,7 @@ from mmjax.config import (
     to_yaml,
 )
 from mmjax.errors import ConfigurationError, MmjaxError
+from mmjax.parallel.pipeline_schedule import Kind, ScheduleName, make_schedule
 from mmjax.planner.adapters import ADAPTED_NAMES, Tuning
 from mmjax.planner.hardware import Cluster
 from mmjax.planner.machine import discover
@@ -44,7 +45,8 @@ class Command:
 
     python -m mmjax.plan --model kimi_k31 --cluster 16x8xh200 --seq 8192 --lora --experts-at-rest mxfp4
 
-    `python -m mmjax.plan measure` times exchanges between the devices of this machine instead: see its own --help.
+    `python -m mmjax.plan measure` times exchanges between the devices of this machine instead, `python -m mmjax.plan
+    schedule` prints the schedule of a pipeline: see their own --help.
     """
 
     model: Annotated[str, tyro.conf.arg(metavar="NAME")] = "kimi_k31"
@@ -69,8 +71,6 @@ class Command:
     """Take the link inside a node from a file that `measure` wrote."""
     overlap: float = 0.0
     """Share of the computing time under which gathers of weights hide."""
-    all_axes: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Also try mesh axes that training does not support yet."""
     top: int = 8
     """Plans to print."""
     output: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = ""
@@ -87,18 +87,69 @@ class MeasureCommand:
     repeats: int = 10
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScheduleCommand:
+    """Print which stage of a pipeline does what in each tick (F forward, B backward, W gradients of weights), how much
+    of the time devices wait, and how many micro-batches each keeps. Loads no JAX.
+
+    python -m mmjax.plan schedule --schedule 1f1b --pipe 4 --micro-batches 8
+    """
+
+    schedule: ScheduleName = "1f1b"
+    pipe: int = 4
+    """Devices of the pipe axis."""
+    micro_batches: int = 8
+    """Of a step: training.accumulation."""
+    chunks: int = 1
+    """Stages of each device, with `interleaved`."""
+    transfer: Literal["hidden", "direct"] = "hidden"
+    """As training.pipeline_transfer."""
+    backward: float = 3.0
+    """Time of a backward pass, the stage's recomputation with it, when a forward pass takes 1. Split, both halves have
+    the recomputation."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 1 when nothing fits."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if arguments[:1] == ["measure"]:
             return measure(tyro.cli(MeasureCommand, args=arguments[1:], prog="python -m mmjax.plan measure"))
+        if arguments[:1] == ["schedule"]:
+            return print_schedule(tyro.cli(ScheduleCommand, args=arguments[1:], prog="python -m mmjax.plan schedule"))
         return run(tyro.cli(Command, args=arguments, prog="python -m mmjax.plan"))
     except MmjaxError as error:
         lines = {"found": error.found, "expected": error.expected, "to do": error.remedy}
         text = [f"error: {error.where}", *(f"  {name:9} {line}" for name, line in lines.items())]
         print(*text, sep="\n", file=sys.stderr)
         return error.exit_code
+
+
+def print_schedule(command: ScheduleCommand) -> int:
+    """Print a schedule's table and what it comes to."""
+    try:
+        schedule = make_schedule(
+            command.schedule,
+            num_devices=command.pipe,
+            num_micro_batches=command.micro_batches,
+            num_chunks=command.chunks,
+            latency=2 if command.transfer == "hidden" else 1,
+        )
+    except ValueError as error:
+        raise ConfigurationError(
+            "schedule", found=str(error), expected="sizes that fit the schedule", remedy="change them: see --help"
+        ) from None
+    print(*schedule.lines(), sep="\n")
+    # Split, a backward pass and the gradients of weights share the work, but for the recomputation in both.
+    half = (command.backward + 1) / 2
+    is_split = command.schedule == "split_backward"
+    seconds = {Kind.FORWARD: 1.0, Kind.BACKWARD: half if is_split else command.backward, Kind.WEIGHT: half}
+    total, kept = schedule.seconds(seconds), schedule.under_way()
+    work = command.micro_batches * command.chunks * (1 + command.backward)
+    print(f"{len(schedule.ticks)} ticks, of which a device waits {schedule.idle_share:.1%}")
+    print(f"{1 - work / total:.1%} of the time is lost where each tick takes as long as its longest operation")
+    print(f"inputs that each device keeps: {', '.join(map(str, kept))}; buffer of {schedule.slots().num_inputs}")
+    return 0
 
 
 def run(command: Command) -> int:
@@ -116,14 +167,14 @@ def run(command: Command) -> int:
         print(f"link inside a node: {fit.describe()}")
         cluster = with_inside_link(cluster, fit)
     config, tuning = describe_run(command, preset(), cluster)
-    result = search(config, cluster, tuning=tuning, rates=Rates(overlap=command.overlap), all_axes=command.all_axes)
+    result = search(config, cluster, tuning=tuning, rates=Rates(overlap=command.overlap))
     console = Console()
     console.print(
         f"{command.model} on {cluster.name}: {config.data.rows} rows of {config.data.row_tokens:,} tokens a step; "
         f"{result.num_meshes} meshes, {len(result.plans)} plans fit {format_bytes(cluster.usable_bytes)} a device"
     )
     if not result.plans:
-        print_no_fit(console, config, cluster, tuning, result, command.all_axes)
+        print_no_fit(console, config, cluster, tuning, result)
         return 1
     print_plans(console, result, command.top)
     print_rejections(console, result)
@@ -253,16 +304,14 @@ def print_rejections(console: Console, result: SearchResult) -> None:
     console.print(table)
 
 
-def print_no_fit(
-    console: Console, config: RunConfig, cluster: Cluster, tuning: Tuning, result: SearchResult, all_axes: bool
-) -> None:
+def print_no_fit(console: Console, config: RunConfig, cluster: Cluster, tuning: Tuning, result: SearchResult) -> None:
     """Say that nothing fits, how near the nearest is, and what would make it fit."""
     if result.tightest:
         console.print(f"[bold]nothing fits.[/bold] Nearest: {escape(result.tightest.name)} {result.tightest.reason}")
     else:
         console.print("[bold]no mesh is legal.[/bold]")
         print_rejections(console, result)
-    found = remedies(config, cluster, tuning=tuning, all_axes=all_axes)
+    found = remedies(config, cluster, tuning=tuning)
     console.print("what would make it fit:" if found else "none of the remedies that were tried makes it fit")
     for remedy in found:
         console.print(f"  - {escape(remedy)}")

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -19,7 +20,6 @@ from rich.table import Table
 
 from mmjax.config import (
     MESH_AXIS_PURPOSES,
-    UNBUILT_AXES,
     ConfigurationFaults,
     Fault,
     MeshConfig,
@@ -33,6 +33,7 @@ from mmjax.config import (
 )
 from mmjax.errors import ConfigurationError, MmjaxError
 from mmjax.parallel.launch import LaunchOptions, Placement, resolve
+from mmjax.planner.stages import with_stages
 
 # Ctrl-C before the first step, or a second one after it; the first one saves and ends with errors.EXIT_INTERRUPTED.
 EXIT_STOPPED_AT_ONCE = 130
@@ -57,6 +58,14 @@ class Command:
     """4x2x16 is pipe x tensor x expert; fsdp=2,expert=64 names axes; one axis may be -1: the devices that are left."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print what each device would hold and stop; needs no device of the mesh."""
+    cluster: Annotated[str, tyro.conf.arg(metavar="CLUSTER")] = ""
+    """With --dry-run: also compile the step for these GPUs, none of which need be there, and print its memory, its
+    exchanges and FLOPs. 16x8xh200 is nodes x GPUs of a node x GPU; or a YAML file. Needs the extra `deviceless`."""
+    json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """With --cluster: also write these numbers to FILE."""
+    evaluate_only: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Train nothing: answer the held-out questions as the run's latest checkpoint does, or the model it would start
+    from where there is none."""
     launch: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
     settings: Annotated[RunConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff] = dataclasses.field(
         default_factory=RunConfig
@@ -67,7 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. What a person can mend is one message, never a traceback."""
     try:
         command = read_command(sys.argv[1:] if arguments is None else arguments)
-        return show_plan(command.settings) if command.dry_run else train(command.settings, command.launch)
+        if not command.dry_run:
+            refuse_options_of_dry_run(command)
+            return train(command)
+        return show_plan(command.settings, command.cluster, command.json)
     except MmjaxError as error:
         _print_error(error)
         return error.exit_code
@@ -99,10 +111,19 @@ def read_command(arguments: Sequence[str]) -> Command:
     if weights := start.weights or (start.experiment and settings.weights):
         from mmjax.checkpoint.weights import read_model
 
-        # What is computed again in the backward pass is a matter of the run.
-        model = dataclasses.replace(read_model(weights), remat=settings.model.remat)
+        # What is computed again in the backward pass, and how much at a time, is a matter of the run.
+        given = ("remat", "remat_keep", "remat_offload", "loss_chunk_tokens")
+        model = dataclasses.replace(read_model(weights), **{name: getattr(settings.model, name) for name in given})
         settings = dataclasses.replace(settings, model=model)
     command = tyro.cli(Command, default=Command(settings=settings), args=arguments, prog="python -m mmjax.train")
+    is_dtype_given = any(one.replace("_", "-").startswith("--model.parameter-dtype") for one in arguments)
+    if weights and command.settings.lora.rank and not is_dtype_given:
+        from mmjax.checkpoint.weights import resting_dtype
+
+        # What is frozen needs no more bits than it came with.
+        model = command.settings.model
+        model = dataclasses.replace(model, parameter_dtype=resting_dtype(weights, model))
+        command = dataclasses.replace(command, settings=dataclasses.replace(command.settings, model=model))
     if command.mesh:
         mesh = dataclasses.replace(command.settings, mesh=parse_mesh(command.mesh))
         command = dataclasses.replace(command, settings=mesh)
@@ -125,17 +146,18 @@ def find_experiment(name: str) -> RunConfig:
     return importlib.import_module(f"experiments.{name}").run()
 
 
-def train(config: RunConfig, launch: LaunchOptions) -> int:
-    """Connect the processes of the run, check and print the settings, then train."""
+def train(command: Command) -> int:
+    """Connect the processes of the run, check and print the settings, then train or evaluate."""
+    config, launch, is_evaluation_only = command.settings, command.launch, command.evaluate_only
     placement = resolve(launch, os.environ)
     if placement is None:
-        return _train(config, is_first=True)
+        return _train(config, is_first=True, is_evaluation_only=is_evaluation_only)
     _print_placement(placement)
     from mmjax.parallel import processes
 
     processes.start(placement, to_yaml(config), launch.start_timeout_seconds)
     try:
-        return _train(config, is_first=placement.process_index == 0)
+        return _train(config, is_first=placement.process_index == 0, is_evaluation_only=is_evaluation_only)
     except MmjaxError as error:
         _print_error(error)
         processes.leave_at_once(error.exit_code)
@@ -145,7 +167,7 @@ def train(config: RunConfig, launch: LaunchOptions) -> int:
     raise AssertionError("a process that failed goes on")
 
 
-def _train(config: RunConfig, *, is_first: bool) -> int:
+def _train(config: RunConfig, *, is_first: bool, is_evaluation_only: bool) -> int:
     config = settle_mesh(config)
     _print_mesh(config.mesh)
     if is_first:
@@ -155,34 +177,64 @@ def _train(config: RunConfig, *, is_first: bool) -> int:
     from mmjax.parallel.mesh import make_mesh
     from mmjax.training import loop
 
-    return loop.run(config, make_mesh(config.mesh))
+    return loop.run(config, make_mesh(config.mesh), is_evaluation_only=is_evaluation_only)
 
 
-def show_plan(config: RunConfig) -> int:
-    """Print the mesh and what each of its devices would hold. A plan over axes that are not built yet is shown too."""
+def refuse_options_of_dry_run(command: Command) -> None:
+    """What only a dry run reads is an error elsewhere."""
+    for name, value in (("--cluster", command.cluster), ("--json", command.json)):
+        if value:
+            remedy = f"add --dry-run, or leave {name} out: a run takes the devices that are there"
+            raise ConfigurationError(name, found=repr(value), expected="a dry run", remedy=remedy)
+
+
+def show_plan(config: RunConfig, cluster_text: str = "", json_file: str = "") -> int:
+    """Print the mesh and what each of its devices would hold.
+
+    With a cluster also what the step compiled for it says of itself, which goes to `json_file` as well.
+    """
+    cluster = None
+    if cluster_text:
+        from mmjax.planner.topology import read_cluster
+
+        cluster = read_cluster(cluster_text)
+        config = dataclasses.replace(config, mesh=resolve_mesh(config.mesh, cluster.num_devices))
+        # The plug-in that compiles for GPUs looks for a driver otherwise.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    elif json_file:
+        raise ConfigurationError(
+            "--json", found=repr(json_file), expected="--cluster beside it", remedy="add --cluster, such as 16x8xh200"
+        )
     _print_mesh(config.mesh)
     faults = check(config)
     if -1 in config.mesh.sizes.values():
         found = f"{describe_mesh(config.mesh)} in a dry run, which counts no devices"
         faults.insert(0, Fault(path="mesh", found=found, remedy="give every axis a size"))
-    if all(fault.path in UNBUILT_AXES for fault in faults):
-        from mmjax.training import dry_run
-
-        _allow_float64(config)
-        title = f"plan for {config.mesh.num_devices} devices"
-        if faults:
-            title += ", with nothing split yet over " + " and ".join(fault.path for fault in faults)
-        table = Table("each device holds", "", title=title)
-        for label, value in dry_run.report(config):
-            table.add_row(escape(label), escape(value))
-        Console().print(table)
     if faults:
         raise ConfigurationFaults("settings", faults)
+    from mmjax.training import dry_run
+
+    config = with_stages(config)
+    _allow_float64(config)
+    table = Table("each device holds", "", title=f"plan for {config.mesh.num_devices} devices")
+    for label, value in dry_run.report(config):
+        table.add_row(escape(label), escape(value))
+    Console().print(table)
+    if cluster is not None:
+        from mmjax.training.compiled_step import compile_step
+
+        compiled = compile_step(config, cluster)
+        table = Table("the compiled step, on each device", "", title=f"compiled for {cluster.name}")
+        for label, value in compiled.rows():
+            table.add_row(escape(label), escape(value))
+        Console().print(table)
+        if json_file:
+            compiled.write(Path(json_file))
     return 0
 
 
 def settle_mesh(config: RunConfig) -> RunConfig:
-    """`config` with an open mesh axis filled by the devices there are.
+    """`config` with an open mesh axis filled by the devices there are, and layers shared out to pipeline stages.
 
     Raises:
       ConfigurationFaults: all faults, those of the devices among them.
@@ -207,7 +259,7 @@ def settle_mesh(config: RunConfig) -> RunConfig:
             faults.insert(0, Fault(path="mesh", found=found, remedy=remedy))
     if faults:
         raise ConfigurationFaults("settings", faults)
-    return resolved
+    return with_stages(resolved)
 
 
 def _allow_float64(config: RunConfig) -> None:

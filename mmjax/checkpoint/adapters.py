@@ -1,5 +1,6 @@
 """Adapters outside of a run: what a run adapts, the weights its base comes from, and `peft` files in and out."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -19,6 +20,7 @@ from mmjax.config import LoraConfig, ModelConfig, RunConfig
 from mmjax.errors import CheckpointError, ConfigurationError
 from mmjax.models.families import family_of
 from mmjax.models.families.released import ReleasedTensor
+from mmjax.models.layout import Relayout, without_pipeline
 from mmjax.models.lora import Projection, change_at, define_adapted, match, scale_of
 from mmjax.models.multimodal import ModelDefinition, define
 
@@ -128,7 +130,7 @@ def export_run(config: RunConfig, step: Path, target: Path, *, overwrite: bool =
       ConfigurationError: the run trains no adapters, or its base has no released names.
       CheckpointError: the base is another one now, or `target` cannot be written.
     """
-    factors = _read_factors(config, step)
+    config, factors = _read_factors(config, step)
     matched = matched_projections(config.model, config.lora, config.weights)
     released = released_tensors(config.model, config.weights)
     source = Path(config.weights) / RELEASED
@@ -153,7 +155,7 @@ def merged_arrays(config: RunConfig, step: Path) -> tuple[Callable[[str, tuple[i
       ConfigurationError: the run trains no adapters, or its base is no converted checkpoint.
       CheckpointError: the base is another one now.
     """
-    factors = _read_factors(config, step)
+    config, factors = _read_factors(config, step)
     matched = {p.path: p for p in matched_projections(config.model, config.lora, config.weights)}
     entries = read_contents(config.weights)["arrays"]
     base, paths = CheckedReader(Path(config.weights) / ARRAYS, entries), set(entries)
@@ -175,7 +177,8 @@ def merged_arrays(config: RunConfig, step: Path) -> tuple[Callable[[str, tuple[i
     return read, paths
 
 
-def _read_factors(config: RunConfig, step: Path) -> dict[str, np.ndarray]:
+def _read_factors(config: RunConfig, step: Path) -> tuple[RunConfig, dict[str, np.ndarray]]:
+    """The run as it is without a pipeline, and its adapters by path."""
     if not config.lora.rank:
         raise ConfigurationError(
             config.run_dir,
@@ -187,7 +190,9 @@ def _read_factors(config: RunConfig, step: Path) -> dict[str, np.ndarray]:
     manifest = read_step(step)
     check_base(config, manifest["metadata"]["base"])
     reader = CheckedReader(step, manifest["arrays"])
-    return {path: reader.read(f"parameters.{path}") for path in define_run(config).parameters}
+    factors = {path: reader.read(f"parameters.{path}") for path in define_run(config).parameters}
+    plain = dataclasses.replace(config, model=without_pipeline(config.model))
+    return plain, Relayout(config.model, plain.model).apply(factors, define_run(plain).parameters, np)
 
 
 def _need_weights(weights: str, where: str) -> None:

@@ -19,7 +19,9 @@ from mmjax.checkpoint.released_files import INDEX, SINGLE, ReleasedFile
 from mmjax.checkpoint.safetensors_files import StoredTensor, dtype_named, read_header, write_file
 from mmjax.checkpoint.strict_json import read_json
 from mmjax.checkpoint.weights import ARRAYS, RELEASED, read_contents, read_step
+from mmjax.config import ModelConfig
 from mmjax.errors import CheckpointError
+from mmjax.models.layout import Relayout, without_pipeline
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 # Part of a tensor that is written at a time.
@@ -35,8 +37,11 @@ def converted_arrays(folder: Path) -> tuple[Read, set[str]]:
     return CheckedReader(folder / ARRAYS, entries).read, set(entries)
 
 
-def run_arrays(step: Path) -> tuple[Read, set[str]]:
-    """How to read the weights in a step of a training run, and which there are. Optimizer and adapters are left out."""
+def run_arrays(step: Path, model: ModelConfig | None = None) -> tuple[Read, set[str]]:
+    """How to read the weights in a step of a training run, and which there are. Optimizer and adapters are left out.
+
+    `model` is that of the run: layers that lie as a pipeline's stages want them are found by it.
+    """
     entries = read_step(step)["arrays"]
     reader = CheckedReader(step, entries)
     places = {
@@ -44,7 +49,25 @@ def run_arrays(step: Path) -> tuple[Read, set[str]]:
         for group in ("parameters", "router_biases", "frozen")
         for path in (name.removeprefix(f"{group}.") for name in entries if name.startswith(f"{group}."))
     }
-    return (lambda path, index: reader.read(places[path], index)), set(places)
+    if model is None or not model.pipeline_stages:
+        return (lambda path, index: reader.read(places[path], index)), set(places)
+    relayout, back = Relayout(model, without_pipeline(model)), Relayout(without_pipeline(model), model)
+    for path, place in places.items():
+        # Read so that all of the array is compared with its digest.
+        for slot, row in enumerate(back.rows(path) or ()):
+            if row is None:
+                reader.read(place, (slot,))
+
+    def read(path: str, index: tuple[int, ...]) -> np.ndarray:
+        if (rows := relayout.rows(path)) is None:
+            return reader.read(places[path], index)
+        if not index:
+            return np.stack([read(path, (number,)) for number in range(len(rows))])
+        row = rows[index[0]]
+        assert row is not None
+        return reader.read(places[row.path], (row.index, *index[1:]))
+
+    return read, {target for path in places for target in relayout.targets(path)}
 
 
 def export(

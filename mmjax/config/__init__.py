@@ -1,7 +1,7 @@
 """Every setting of a run, its faults, and its text forms (YAML, `--mesh`). No JAX."""
 
 from mmjax.config import saved
-from mmjax.config.faults import UNBUILT_AXES, ConfigurationFaults, Fault, check, check_model, mesh_split_faults
+from mmjax.config.faults import ConfigurationFaults, Fault, check, check_model, mesh_split_faults
 from mmjax.config.mesh_text import MESH_AXIS_PURPOSES, describe_mesh, parse_mesh
 from mmjax.config.settings import (
     ActivationConfig,
@@ -23,6 +23,7 @@ from mmjax.config.settings import (
     MoeConfig,
     OptimizerConfig,
     QuotaConfig,
+    RematResult,
     RotaryConfig,
     RouterConfig,
     RunConfig,
@@ -35,7 +36,6 @@ from mmjax.config.yaml_text import flatten, from_yaml, settings_from_yaml, to_ya
 
 __all__ = [
     "MESH_AXIS_PURPOSES",
-    "UNBUILT_AXES",
     "ActivationConfig",
     "AudioConfig",
     "CheckpointConfig",
@@ -57,6 +57,7 @@ __all__ = [
     "MoeConfig",
     "OptimizerConfig",
     "QuotaConfig",
+    "RematResult",
     "RotaryConfig",
     "RouterConfig",
     "RunConfig",

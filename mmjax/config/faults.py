@@ -15,6 +15,7 @@ from mmjax.config.settings import (
     GroupedAttentionConfig,
     MeshConfig,
     ModelConfig,
+    RematResult,
     RotaryConfig,
     RunConfig,
     VisionConfig,
@@ -35,6 +36,8 @@ _MAY_BE_ZERO = {
     "model.moe.shared_width",
     "model.moe.num_dense_layers",
     "model.vision.num_layers",
+    "model.vision.min_pixels",
+    "model.vision.max_pixels",
     "model.audio.num_layers",
     "data.row_patches",
     "data.row_clips",
@@ -51,6 +54,8 @@ _RANGES = {
     "model.linear_attention.decay_lower_bound": (-math.inf, 0.0),
     "model.full_attention.indexer.loss_coefficient": (0.0, math.inf),
     "model.moe.router.sign_rate": (0.0, math.inf),
+    "model.moe.router.balance_coefficient": (0.0, math.inf),
+    "model.moe.router.z_coefficient": (0.0, math.inf),
     "model.initializer_range": (0.0, math.inf),
     "data.max_bad_share": (0.0, 1.0),
     "data.video.largest_stretch": (1.0, math.inf),
@@ -73,11 +78,9 @@ SPLIT_OVER = {
     "heads": (axes.TENSOR,),
     "hidden": (axes.TENSOR,),
     "experts": (axes.EXPERT,),
+    "spread_experts": (axes.CONTEXT, axes.EXPERT),
     "expert_hidden": (axes.TENSOR, axes.FSDP),
 }
-
-# Mesh axes over which nothing is split yet, and those that can take their devices.
-UNBUILT_AXES = {"mesh.pipe": "fsdp or expert", "mesh.context": "fsdp or tensor"}
 
 # Inputs that share a scale in MXFP4.
 MXFP4_GROUP = 32
@@ -120,6 +123,7 @@ def check(config: RunConfig) -> list[Fault]:
     if not faults:
         faults = [*_mesh_faults(config.mesh), *_model_faults(config.model), *_data_faults(config)]
         faults += [*_training_faults(config), *_adapter_faults(config), *mesh_split_faults(config)]
+        faults += _pipeline_faults(config)
     return faults
 
 
@@ -148,6 +152,9 @@ def _reason_against_value(value: Any, kind: Any, path: str) -> str | None:
     if kind == tuple[str, ...]:
         is_good = isinstance(value, tuple) and all(type(item) is str and item for item in value)
         return None if is_good else "give texts that are not empty"
+    if kind == tuple[float, ...]:
+        is_good = isinstance(value, tuple) and all(type(item) in (int, float) and math.isfinite(item) for item in value)
+        return None if is_good else "give finite numbers"
     if typing.get_origin(kind) is tuple:
         is_good = isinstance(value, tuple) and all(type(item) is int and item >= 0 for item in value)
         return None if is_good else "give whole numbers of at least 0"
@@ -171,14 +178,6 @@ def _mesh_faults(mesh: MeshConfig) -> Iterator[Fault]:
     if len(open_axes) > 1:
         found = f"-1 for {', '.join(open_axes)}"
         yield Fault(path="mesh", found=found, remedy="only one axis may be -1; give the others a size")
-    for path, instead in UNBUILT_AXES.items():
-        name = path.removeprefix("mesh.")
-        if (size := mesh.sizes[name]) != 1:
-            yield Fault(
-                path=path,
-                found=str(size),
-                remedy=f"splitting over {name!r} is not built yet; use {name}=1 and put the devices on {instead}",
-            )
 
 
 def _model_faults(model: ModelConfig) -> Iterator[Fault]:
@@ -210,10 +209,23 @@ def _model_faults(model: ModelConfig) -> Iterator[Fault]:
         yield from _grouped_attention_faults(model.grouped_attention)
     elif model.full_attention_layers:
         yield from _latent_attention_faults(model.full_attention)
+    yield from _remat_faults(model)
     if model.vision.is_present:
         yield from _vision_faults(model)
     if model.audio.is_present:
         yield from _audio_faults(model.audio)
+
+
+def _remat_faults(model: ModelConfig) -> Iterator[Fault]:
+    known = typing.get_args(RematResult)
+    for path, names in (("model.remat_keep", model.remat_keep), ("model.remat_offload", model.remat_offload)):
+        if unknown := [name for name in names if name not in known]:
+            yield Fault(path=path, found=f"{unknown}", remedy=f"give some of {', '.join(known)}")
+        elif names and model.remat == "none":
+            yield Fault(path=path, found=f"{list(names)} with remat=none", remedy="everything is kept: give none")
+    if twice := set(model.remat_keep) & set(model.remat_offload):
+        found, remedy = f"{sorted(twice)} in remat_keep too", "keep each result in one place"
+        yield Fault(path="model.remat_offload", found=found, remedy=remedy)
 
 
 def _vision_faults(model: ModelConfig) -> Iterator[Fault]:
@@ -221,6 +233,18 @@ def _vision_faults(model: ModelConfig) -> Iterator[Fault]:
     if vision.channels not in (1, 3):
         found = str(vision.channels)
         yield Fault(path="model.vision.channels", found=found, remedy="give 1 (grey) or 3 (colour)")
+    for name in ("pixel_mean", "pixel_deviation"):
+        numbers = getattr(vision, name)
+        is_zero = name == "pixel_deviation" and any(number <= 0 for number in numbers)
+        if len(numbers) not in (0, vision.channels) or is_zero:
+            remedy = f"give {vision.channels} numbers{' above 0' * is_zero}, one for each channel, or none"
+            yield Fault(path=f"model.vision.{name}", found=str(list(numbers)), remedy=remedy)
+    if vision.max_pixels and vision.max_pixels < (smallest := max(vision.min_pixels, 4 * vision.patch_pixels**2)):
+        yield Fault(
+            path="model.vision.max_pixels",
+            found=f"{vision.max_pixels} with min_pixels={vision.min_pixels}, patch_pixels={vision.patch_pixels}",
+            remedy=f"give at least {smallest}, or 0",
+        )
     if vision.patches_per_feature == 4 and vision.head_width % 4:
         found, remedy = str(vision.head_width), "give a multiple of 4: rotary pairs alternate between two axes"
         yield Fault(path="model.vision.head_width", found=found, remedy=remedy)
@@ -308,6 +332,9 @@ def _rotary_faults(rotary: RotaryConfig, path: str, largest_width: int) -> Itera
 
 def _router_faults(model: ModelConfig) -> Iterator[Fault]:
     moe, router = model.moe, model.moe.router
+    if moe.transport == "ring" and moe.exchange_chunks > 1:
+        found = f"{moe.exchange_chunks} with transport='ring'"
+        yield Fault(path="model.moe.exchange_chunks", found=found, remedy="give 1: the steps of a ring are its chunks")
     if router.balancing != "none" and not router.correction_bias:
         found = f"{router.balancing!r} with correction_bias=False"
         remedy = "balancing moves that bias: give correction_bias=True, or balancing='none'"
@@ -345,6 +372,7 @@ def _data_faults(config: RunConfig) -> Iterator[Fault]:
             f" x accumulation={config.training.accumulation} = {shards} parts",
             remedy=f"give a multiple of {shards}, e.g. {nearest}",
         )
+    yield from _position_split_faults(config)
     if data.tokenizer == "bytes" and model.vocabulary_size < BYTE_TOKENIZER_SIZE:
         found = f"{model.vocabulary_size} with tokenizer='bytes'"
         yield Fault(path="model.vocabulary_size", found=found, remedy=f"give at least {BYTE_TOKENIZER_SIZE}")
@@ -376,6 +404,20 @@ def _data_faults(config: RunConfig) -> Iterator[Fault]:
     elif data.source == "digits":
         found = "0 with data.source='digits', which has pictures"
         yield Fault(path="model.vision.num_layers", found=found, remedy="give at least 1, or a source without pictures")
+
+
+def _position_split_faults(config: RunConfig) -> Iterator[Fault]:
+    """Rows that the context axis does not cut into two chunks a device."""
+    model, num_chunks, tokens = config.model, 2 * config.mesh.context, config.data.row_tokens
+    linear = model.linear_attention if model.linear_attention_kind == "kimi_delta" else model.gated_delta_net
+    # A convolution reaches no further back than into the chunk before.
+    shortest = max(1, linear.convolution_width - 1)
+    if config.mesh.context > 1 and (tokens % num_chunks or tokens < shortest * num_chunks):
+        yield Fault(
+            path="data.row_tokens",
+            found=f"{tokens}, which context={num_chunks // 2} cuts into {num_chunks} chunks of at least {shortest}",
+            remedy=f"give a multiple of {num_chunks}, e.g. {max(shortest, -(-tokens // num_chunks)) * num_chunks}",
+        )
 
 
 def smallest_picture(vision: VisionConfig) -> int:
@@ -414,6 +456,52 @@ def _training_faults(config: RunConfig) -> Iterator[Fault]:
         )
 
 
+def _pipeline_faults(config: RunConfig) -> Iterator[Fault]:
+    """Stages that do not fit the model, the mesh or the schedule. An open axis (-1) may still fit."""
+    model, pipe, training = config.model, config.mesh.pipe, config.training
+    chunks, stages = model.pipeline_chunks, model.pipeline_stages
+    if (training.pipeline_schedule == "interleaved") != (chunks > 1):
+        yield Fault(
+            path="model.pipeline_chunks",
+            found=f"{chunks} with training.pipeline_schedule={training.pipeline_schedule!r}",
+            remedy="give 2 or more with 'interleaved', 1 with any other schedule",
+        )
+    if pipe == -1:
+        return
+    if pipe == 1:
+        if stages or chunks > 1:
+            path, value = ("model.pipeline_stages", list(stages)) if stages else ("model.pipeline_chunks", chunks)
+            remedy = "leave it out, or put devices on pipe; a run cannot change its number of stages"
+            yield Fault(path=path, found=f"{value} with mesh.pipe=1", remedy=remedy)
+        return
+    if pipe * chunks > model.num_layers:
+        found = f"{pipe} with model.num_layers={model.num_layers}" + (f" and {chunks} chunks" if chunks > 1 else "")
+        yield Fault(path="mesh.pipe", found=found, remedy=f"give at most {max(1, model.num_layers // chunks)}")
+    if stages and (len(stages) != pipe * chunks or sum(stages) != model.num_layers or min(stages) < 1):
+        yield Fault(
+            path="model.pipeline_stages",
+            found=f"{list(stages)} with mesh.pipe={pipe}, pipeline_chunks={chunks}, num_layers={model.num_layers}",
+            remedy=f"give {pipe * chunks} numbers of at least 1 with the sum {model.num_layers}, or leave it out",
+        )
+    elif stages and stages[0] < len(model.vision.deep_layers):
+        remedy = f"give the first stage at least {len(model.vision.deep_layers)}: deep features are added to its layers"
+        yield Fault(path="model.pipeline_stages", found=f"{list(stages)}", remedy=remedy)
+    if training.pipeline_edges == "data_parallel" and training.accumulation % pipe:
+        yield Fault(
+            path="training.accumulation",
+            found=f"{training.accumulation} with pipeline_edges='data_parallel', pipe={pipe}",
+            remedy=f"give a multiple of {pipe}: each stage embeds as many micro-batches as any other",
+        )
+    ring = pipe * (2 if training.pipeline_transfer == "hidden" else 1)
+    if chunks > 1 and training.accumulation % ring:
+        yield Fault(
+            path="training.accumulation",
+            found=f"{training.accumulation} with pipeline_schedule='interleaved', pipe={pipe}, pipeline_transfer="
+            f"{training.pipeline_transfer!r}",
+            remedy=f"give a multiple of {ring}: so many micro-batches fill the ring",
+        )
+
+
 def _adapter_faults(config: RunConfig) -> Iterator[Fault]:
     moe, mesh, model = config.model.moe, config.mesh, config.model
     if not config.lora.targets:
@@ -427,13 +515,12 @@ def _adapter_faults(config: RunConfig) -> Iterator[Fault]:
             remedy="train adapters with lora.rank, or give dense",
         )
     input_path, input_width = "model.moe.latent_width" if moe.latent_width else "model.width", moe.latent_width
-    split = mesh.tensor * mesh.fsdp if -1 not in (mesh.tensor, mesh.fsdp) else 1
     for path, size, parts in (
         (input_path, input_width or model.width, 1),
-        ("model.moe.expert_width", moe.expert_width, split),
+        ("model.moe.expert_width", moe.expert_width, max(mesh.tensor, 1)),
     ):
         if size % (MXFP4_GROUP * parts):
-            over = f" and is split over tensor x fsdp = {parts}" if parts > 1 else ""
+            over = f" and is split over tensor={parts}" if parts > 1 else ""
             yield Fault(
                 path=path,
                 found=f"{size}, which expert_storage=mxfp4 packs by {MXFP4_GROUP}{over}",
@@ -442,9 +529,8 @@ def _adapter_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def split_sizes(model: ModelConfig) -> Iterator[tuple[str, int, str]]:
-    """(setting, size, array axis) of every array axis that a mesh splits and whose size is a setting."""
-    linear, full, moe, vision = model.linear_attention, model.full_attention, model.moe, model.vision
-    yield "model.width", model.width, "model_weight"
+    """(setting, size, array axis) of every array axis that a mesh must divide and whose size is a setting."""
+    linear, full, moe = model.linear_attention, model.full_attention, model.moe
     yield "model.vocabulary_size", model.vocabulary_size, "vocabulary"
     if len(model.full_attention_layers) < model.num_layers:
         if model.linear_attention_kind == "kimi_delta":
@@ -457,26 +543,21 @@ def split_sizes(model: ModelConfig) -> Iterator[tuple[str, int, str]]:
         yield "model.grouped_attention.num_key_heads", model.grouped_attention.num_key_heads, "heads"
     elif model.full_attention_layers:
         yield "model.full_attention.num_heads", full.num_heads, "heads"
-        yield "model.full_attention.latent_width", full.latent_width, "rank_weight"
-        if full.query_rank:
-            yield "model.full_attention.query_rank", full.query_rank, "rank_weight"
     if moe.num_dense_layers:
         yield "model.moe.dense_width", moe.dense_width, "hidden"
     if moe.num_dense_layers < model.num_layers:
-        yield "model.moe.num_experts", moe.num_experts, "experts"
+        yield "model.moe.num_experts", moe.num_experts, axes.ARRAY_AXIS_OF_EXPERTS[moe.expert_axes]
         yield "model.moe.expert_width", moe.expert_width, "expert_hidden"
         if moe.shared_hidden_width and moe.shared_width:
             yield "model.moe.shared_width", moe.shared_width, "hidden"
-    if vision.is_present and vision.kind != "fuyu":
-        yield "model.vision.width", vision.width, "model_weight"
-    if model.audio.is_present:
-        yield "model.audio.width", model.audio.width, "model_weight"
 
 
 def mesh_split_faults(config: RunConfig) -> Iterator[Fault]:
-    """Sizes that the mesh does not divide. An open axis (-1) is taken for 1."""
+    """Sizes that must be divided and that the mesh does not divide. An open axis (-1) is taken for 1."""
     for path, size, array_axis in split_sizes(config.model):
-        mesh_axes = [axis for axis in SPLIT_OVER[array_axis] if config.mesh.sizes[axis] > 1]
+        # What is gathered at use rests whole instead.
+        needed = set(SPLIT_OVER[array_axis]) - set(axes.GATHERED_AT_USE.get(array_axis, ()))
+        mesh_axes = [axis for axis in SPLIT_OVER[array_axis] if axis in needed and config.mesh.sizes[axis] > 1]
         parts = math.prod(config.mesh.sizes[axis] for axis in mesh_axes)
         if size % parts:
             split = " x ".join(f"{axis}={config.mesh.sizes[axis]}" for axis in mesh_axes)

@@ -7,6 +7,8 @@ from typing import Literal
 from mmjax import axes
 
 Float = Literal["bfloat16", "float32", "float64"]
+RematResult = Literal["projections", "attention", "experts"]
+"""Results of a decoder layer that can be kept for the backward pass."""
 LayerKind = tuple[Literal["linear", "full"], Literal["dense", "moe"]]
 """(mixer, MLP) of a decoder layer."""
 
@@ -193,6 +195,12 @@ class RouterConfig:
     """The choice looks at scores plus a bias, which balancing moves."""
     sign_rate: float = 1e-3
     quantile_bins: int = 1000
+    balance_coefficient: float = 0.0
+    """Weight of the loss of uneven choices: of each layer 1 where all experts are taken equally often, else more."""
+    balance_over: Literal["batch", "document"] = "batch"
+    """Equally often among the tokens of a micro-batch, those of all devices, or among those of each document."""
+    z_coefficient: float = 0.0
+    """Weight of the mean square of the logarithm of the sum of the router's exponentiated logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +227,13 @@ class MoeConfig:
     """Size of the exchange buffer, as a multiple of the mean number of rows that one device sends to another."""
     overflow: Literal["rounds", "drop"] = "rounds"
     """Rows beyond the buffer: sent in further rounds until none is left, or dropped and counted."""
+    transport: Literal["all_to_all", "ring", "ragged"] = "all_to_all"
+    """How rows reach the experts: chosen rows in buffers of one size for each pair of devices; all rows passed on from
+    device to device (few devices, many experts a token); or chosen rows alone, without gaps (GPUs only)."""
+    exchange_chunks: int = 1
+    """Equal parts of an exchange: one travels while the experts work on another. A ring has its steps instead."""
+    expert_axes: Literal["expert", "context_and_expert"] = "expert"
+    """The mesh axes that routed experts are spread over."""
 
     @property
     def shared_hidden_width(self) -> int:
@@ -276,6 +291,13 @@ class VisionConfig:
     """`clip`: rows, columns, rows, columns, ... of the grids of tiles that a picture may be cut into."""
     deep_layers: tuple[int, ...] = ()
     """`qwen3_vl`: 0-based layers of the tower whose outputs are added to the outputs of the first decoder layers."""
+    pixel_mean: tuple[float, ...] = ()
+    pixel_deviation: tuple[float, ...] = ()
+    """Pixels are (x / 255 - mean) / deviation, by channel; empty takes those of the kind's released processor."""
+    min_pixels: int = 0
+    max_pixels: int = 0
+    """A picture is scaled up (`qwen3_vl`) and down (`qwen3_vl`, `moonvit`) to these limits; 0 takes those of the kind's
+    released processor."""
 
     @property
     def is_present(self) -> bool:
@@ -372,6 +394,15 @@ class ModelConfig:
 
     Layers of the vision tower are always computed again.
     """
+    remat_keep: tuple[str, ...] = ()
+    """Results of a layer that `layer` keeps on the device all the same: `projections` (every product with a weight),
+    `attention` (what the mixer gives before its output projection), `experts` (what the routed experts give)."""
+    remat_offload: tuple[str, ...] = ()
+    """Those that it keeps in the host's memory, fetched in the backward pass."""
+    pipeline_stages: tuple[int, ...] = ()
+    """Layers of each stage, in order, on a mesh with `pipe` above 1; empty shares them out evenly."""
+    pipeline_chunks: int = 1
+    """Stages that each device of the `pipe` axis holds: 1, or more with the schedule `interleaved`."""
     loss_chunk_tokens: int = 1024
     """Tokens whose logits exist at one time."""
 
@@ -541,7 +572,15 @@ class TrainingConfig:
 
     steps: int = 100
     accumulation: int = 1
-    """Micro-batches that the rows of a step are split into, one after the other."""
+    """Micro-batches that the rows of a step are split into, one after the other; in a pipeline under way together."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "split_backward"] = "1f1b"
+    """Which stage works on which micro-batch when (`python -m mmjax.plan schedule` prints it). `split_backward` fills
+    waiting times with gradients of weights, and computes each stage once more for it."""
+    pipeline_transfer: Literal["hidden", "direct"] = "hidden"
+    """What a stage hands on travels while the next operation is computed, or before it: fewer activations are kept."""
+    pipeline_edges: Literal["first_stage", "data_parallel"] = "first_stage"
+    """Where tower and embedding run: on the first stage, or on all before the pipeline starts, each with its share of
+    the micro-batches. Then no stage waits for the tower, and each keeps the embeddings of the whole step."""
     eval_every_steps: int = 100
     """0 evaluates at the end only."""
     log_every_steps: int = 1

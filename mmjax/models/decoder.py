@@ -1,7 +1,6 @@
 """The decoder: layers, residuals over depth, and how layers are stacked, scanned and rematerialised."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -10,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 from mmjax.axes import TENSOR
-from mmjax.config import LayerKind, ModelConfig, layer_kinds
+from mmjax.config import LayerKind, ModelConfig
 from mmjax.models.cache import DecoderCache, Earlier, MixerCache
 from mmjax.models.gated_delta_net import GatedDeltaNet
 from mmjax.models.grouped_attention import GroupedAttention
@@ -26,10 +25,11 @@ from mmjax.models.layers import (
     scaled_norm,
     use,
 )
+from mmjax.models.layout import Segment, layer_address, num_devices, parameter_stacks, plan_segments, stage_layers
 from mmjax.models.linear_attention import KimiDeltaAttention
 from mmjax.models.moe import LatentMoe, RouterStatistics
 from mmjax.models.sparse_attention import LatentAttention
-from mmjax.models.stack import scan_stack, stacked
+from mmjax.models.stack import every_nth, scan_stack, stacked
 from mmjax.parallel.fsdp import varying_like
 from pallas_kernels.attention_residual.api import attention_residual
 
@@ -37,51 +37,17 @@ from pallas_kernels.attention_residual.api import attention_residual
 DECISIONS = ("router_index", "router_threshold", "selected_keys")
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive layers of one residual block that repeat a pattern of layer kinds: one stack of parameters."""
-
-    first_layer: int
-    kinds: tuple[LayerKind, ...]
-    num_repeats: int
-    starts_block: bool
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.kinds) * self.num_repeats
-
-
-def plan_segments(model: ModelConfig) -> tuple[Segment, ...]:
-    """Split the decoder into segments, each as long a repetition as its residual block allows.
-
-    Kimi-K3 (blocks of 12 layers, pattern of 4) gets 13 segments with 36 layer bodies for its 93 layers.
-    """
-    kinds, num_deep = layer_kinds(model), len(model.vision.deep_layers)
-    block_layers = model.residual_block_layers if model.residual == "attention" else model.num_layers
-    segments = []
-    for block_start in range(0, model.num_layers, block_layers):
-        block_end = min(block_start + block_layers, model.num_layers)
-        layer = block_start
-        while layer < block_end:
-            # Layers that get additions form segments of their own.
-            end = num_deep if layer < num_deep < block_end else block_end
-            period, num_repeats = _longest_repetition(kinds[layer:end])
-            segment = Segment(layer, kinds[layer : layer + period], num_repeats, layer == block_start)
-            segments.append(segment)
-            layer += segment.num_layers
-    return tuple(segments)
-
-
-def _longest_repetition(kinds: tuple[LayerKind, ...]) -> tuple[int, int]:
-    """(period, repeats) of the longest repetition that `kinds` begins with; (1, 1) if nothing repeats."""
-    best = (1, 1)
-    for period in range(1, len(kinds) // 2 + 1):
-        num_repeats = 1
-        while kinds[period * num_repeats :][:period] == kinds[:period]:
-            num_repeats += 1
-        if num_repeats > 1 and period * num_repeats > best[0] * best[1]:
-            best = (period, num_repeats)
-    return best
+def kept_results(model: ModelConfig) -> Callable[..., Any]:
+    """What rematerialisation of a layer keeps, by name, and where."""
+    kept = (*DECISIONS, *model.remat_keep)
+    if not model.remat_offload:
+        return jax.checkpoint_policies.save_only_these_names(*kept)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=kept,
+        names_which_can_be_offloaded=model.remat_offload,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
 
 def added_here(segment: Segment, additions: jax.Array | None) -> jax.Array | None:
@@ -90,22 +56,6 @@ def added_here(segment: Segment, additions: jax.Array | None) -> jax.Array | Non
         return None
     here = additions[segment.first_layer :][: segment.num_layers]
     return here.reshape(segment.num_repeats, len(segment.kinds), *additions.shape[1:])
-
-
-class LayerAddress(NamedTuple):
-    """Where a decoder layer's parameters lie: `decoder.segments.{segment}.layers.{position}.*[repeat]`."""
-
-    segment: int
-    position: int
-    repeat: int
-
-
-def layer_address(model: ModelConfig, layer: int) -> LayerAddress:
-    for index, segment in enumerate(plan_segments(model)):
-        offset = layer - segment.first_layer
-        if 0 <= offset < segment.num_layers:
-            return LayerAddress(index, offset % len(segment.kinds), offset // len(segment.kinds))
-    raise ValueError(f"layer {layer} is outside 0..{model.num_layers - 1}")
 
 
 class LayerRecord(NamedTuple):
@@ -169,7 +119,7 @@ class DecoderLayer(nnx.Module):
         )
         running_sum = self._leave("mixer", running_sum, mixer_output, streams)
         mlp_input, streams = self._enter("mlp", running_sum, frozen, True)
-        mlp_output, router = self._mlp(scaled_norm(mlp_input, self.mlp_norm, self.model), segment_ids > 0)
+        mlp_output, router = self._mlp(scaled_norm(mlp_input, self.mlp_norm, self.model), segment_ids)
         running_sum = self._leave("mlp", running_sum, mlp_output, streams)
         record = LayerRecord(
             is_finite=jnp.all(jnp.isfinite(running_sum)),
@@ -212,8 +162,8 @@ class DecoderLayer(nnx.Module):
             case _:
                 return self.mixer(inputs, segment_ids), no_loss, None
 
-    def _mlp(self, inputs: jax.Array, is_real: jax.Array) -> tuple[jax.Array, RouterStatistics | None]:
-        return self.mlp(inputs, is_real) if isinstance(self.mlp, LatentMoe) else (self.mlp(inputs), None)
+    def _mlp(self, inputs: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, RouterStatistics | None]:
+        return self.mlp(inputs, segment_ids) if isinstance(self.mlp, LatentMoe) else (self.mlp(inputs), None)
 
 
 class Mixer(Protocol):
@@ -269,8 +219,8 @@ class ResidualMix(nnx.Module):
 class LayerPattern(nnx.Module):
     """The layers that one repeat of a segment holds."""
 
-    def __init__(self, model: ModelConfig, kinds: tuple[LayerKind, ...]):
-        self.layers = nnx.List([DecoderLayer(model, kind) for kind in kinds])
+    def __init__(self, layers: Sequence[DecoderLayer]):
+        self.layers = nnx.List(layers)
 
 
 class Decoder(nnx.Module):
@@ -281,19 +231,25 @@ class Decoder(nnx.Module):
         initializer, dtype = normal(model.initializer_range), model.parameter_dtype
         table_shape = (model.vocabulary_size, model.width)
         self.embedding = parameter(initializer, table_shape, ("vocabulary", "model_weight"), dtype)
+        stack_axis = "stage" if model.pipeline_stages else None
         self.segments = nnx.List(
-            [stacked(LayerPattern(model, segment.kinds), segment.num_repeats) for segment in plan_segments(model)]
+            [
+                stacked(LayerPattern([DecoderLayer(model, kind) for kind in kinds]), num_repeats, stack_axis)
+                for kinds, num_repeats in parameter_stacks(model)
+            ]
         )
         if model.residual == "attention":
             self.output_residual = ResidualMix(model)
         self.norm = norm_weight(model, model.width)
+        self.is_head_trained = True
         if not model.tied_head:
             self.head = parameter(initializer, table_shape[::-1], ("model_weight", "vocabulary"), dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """`tokens` [b, s] -> [b, s, d] in the compute dtype."""
-        # In at least float32, so that the gradients of a frequent token add up without rounding.
-        table = use(self.embedding, at_least_float32(self.model.compute_dtype))
+        # Gathered as it rests; read in at least float32, so that the gradients of a frequent token add up unrounded.
+        resting = self.embedding.get_value().dtype
+        table = use(self.embedding, resting).astype(at_least_float32(self.model.compute_dtype))
         local = tokens - lax.axis_index(TENSOR) * table.shape[0]
         is_here = (local >= 0) & (local < table.shape[0])
         rows = jnp.take(table, jnp.where(is_here, local, 0), axis=0)
@@ -334,13 +290,72 @@ class Decoder(nnx.Module):
         With a `cache` the rows go on behind the tokens that it holds: one document each, then padding (segment 0); the
         records hold what `extended_cache` makes the next one of.
         """
-        running_sum, frozen, records = embeddings, (), []
-        if self.model.residual == "hyper":
-            num_streams = self.model.hyper_connections.num_streams
-            running_sum = jnp.broadcast_to(
-                embeddings[:, :, None], (*embeddings.shape[:2], num_streams, embeddings.shape[-1])
-            )
-        for number, (segment, stack) in enumerate(zip(plan_segments(self.model), self.segments, strict=True)):
+        stacks = zip(plan_segments(self.model), self.segments, strict=True)
+        running_sum, frozen, records = self.run_segments(
+            stacks,
+            self.begin(embeddings),
+            (),
+            segment_ids,
+            positions,
+            additions=additions,
+            cache=cache,
+            keep_hidden=keep_hidden,
+        )
+        return self.finish(running_sum, frozen), records
+
+    def begin(self, embeddings: jax.Array) -> jax.Array:
+        """Embeddings [b, s, d] -> the running sum before the first layer."""
+        if self.model.residual != "hyper":
+            return embeddings
+        num_streams = self.model.hyper_connections.num_streams
+        return jnp.broadcast_to(embeddings[:, :, None], (*embeddings.shape[:2], num_streams, embeddings.shape[-1]))
+
+    def finish(self, running_sum: jax.Array, frozen: tuple[jax.Array, ...]) -> jax.Array:
+        """The running sum after the last layer -> normed hidden values [b, s, d]."""
+        if self.model.residual == "attention":
+            running_sum = self.output_residual(running_sum, frozen)
+        elif self.model.residual == "hyper":
+            running_sum = jnp.mean(running_sum, axis=2)
+        return scaled_norm(running_sum, self.norm, self.model)
+
+    def stage(self, number: int) -> list[tuple[Segment, LayerPattern]]:
+        """The segments of a pipeline stage, and this device's parameters of them. Inside `shard_map`."""
+        layers = stage_layers(self.model)[number]
+        device = number % num_devices(self.model)
+
+        def slot_of(layer: int) -> tuple[nnx.Module, int]:
+            """The stack that holds a layer, and its place in this device's part of it."""
+            address = layer_address(self.model, layer)
+            kind_layers = parameter_stacks(self.model)[address.segment].num_repeats // num_devices(self.model)
+            return self.segments[address.segment].layers[0], address.repeat - device * kind_layers
+
+        stacks = []
+        for segment in plan_segments(self.model, layers.start, layers.stop):
+            pattern = []
+            for position, kind in enumerate(segment.kinds):
+                stack, start = slot_of(segment.first_layer + position)
+                pattern.append(every_nth(stack, start, segment.kinds.count(kind), segment.num_repeats))
+            stacks.append((segment, LayerPattern(pattern)))
+        return stacks
+
+    def run_segments(
+        self,
+        stacks: Iterable[tuple[Segment, LayerPattern]],
+        running_sum: jax.Array,
+        frozen: tuple[jax.Array, ...],
+        segment_ids: jax.Array,
+        positions: jax.Array,
+        *,
+        additions: jax.Array | None = None,
+        cache: DecoderCache | None = None,
+        keep_hidden: bool = False,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[tuple[LayerRecord, ...], ...]]:
+        """Consecutive segments from `running_sum` and the sums of the blocks that are frozen before them.
+
+        Returns both as they are after them, and the layers' records.
+        """
+        records = []
+        for number, (segment, stack) in enumerate(stacks):
             earlier = None if cache is None else (cache.slots(segment_ids), cache.layers[number])
             if segment.starts_block and self.model.residual == "attention":
                 frozen = (*frozen, running_sum)
@@ -357,11 +372,7 @@ class Decoder(nnx.Module):
                 keep_hidden,
             )
             records.append(segment_records)
-        if self.model.residual == "attention":
-            running_sum = self.output_residual(running_sum, frozen)
-        elif self.model.residual == "hyper":
-            running_sum = jnp.mean(running_sum, axis=2)
-        return scaled_norm(running_sum, self.norm, self.model), tuple(records)
+        return running_sum, frozen, tuple(records)
 
     def _run_segment(
         self,
@@ -375,7 +386,7 @@ class Decoder(nnx.Module):
         earlier: tuple[jax.Array, tuple[MixerCache, ...]] | None,
         keep_hidden: bool,
     ) -> tuple[jax.Array, tuple[LayerRecord, ...]]:
-        policy = jax.checkpoint_policies.save_only_these_names(*DECISIONS)
+        policy = kept_results(self.model)
 
         slots, caches = (None, None) if earlier is None else earlier
 

@@ -17,6 +17,7 @@ from mmjax.data.batch import Batch
 from mmjax.errors import NonFiniteError
 from mmjax.models.cache import DecoderCache, cache_specs, extended_cache
 from mmjax.models.layers import at_least_float32
+from mmjax.models.layout import without_pipeline
 from mmjax.models.multimodal import Arrays, ModelDefinition
 from mmjax.parallel.processes import whole
 from mmjax.parallel.sharding import variable_spec
@@ -76,9 +77,10 @@ class _State(NamedTuple):
 
 def for_generation(model: ModelConfig) -> ModelConfig:
     """The same model without what only training needs; no token of a row depends on the rows beside it."""
-    router = dataclasses.replace(model.moe.router, balancing="none")
-    moe = dataclasses.replace(model.moe, overflow="rounds", router=router)
-    return dataclasses.replace(model, moe=moe, remat="none")
+    router = dataclasses.replace(model.moe.router, balancing="none", balance_coefficient=0.0, z_coefficient=0.0)
+    # Buffers of equal size, which every platform can exchange.
+    moe = dataclasses.replace(model.moe, overflow="rounds", transport="all_to_all", router=router)
+    return without_pipeline(dataclasses.replace(model, moe=moe, remat="none"))
 
 
 class Generator:
@@ -94,7 +96,7 @@ class Generator:
         self._definition, self._arrays, self._mesh, self._num_tokens = definition, arrays, mesh, num_tokens
         variables = (definition.parameters, definition.router_biases, definition.frozen)
         self._array_specs = tuple(
-            {path: variable_spec(v, v.get_value().ndim) for path, v in group.items()} for group in variables
+            {path: variable_spec(v, mesh.shape) for path, v in group.items()} for group in variables
         )
         described = ({path: v.get_value() for path, v in group.items()} for group in variables)
         self._described = definition.assemble(*described)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from mmjax.axes import TENSOR
 from mmjax.config import ActivationConfig, ModelConfig
@@ -103,11 +104,12 @@ def project(equation: str, inputs: jax.Array, weight: nnx.Variable | LoraWeight,
     `is_row`: both hold this device's share of a summed axis (heads, hidden width); summed over the tensor axis.
     """
     if not isinstance(weight, LoraWeight):
-        return (row if is_row else column)(equation, inputs, use(weight, inputs.dtype))
+        outputs = (row if is_row else column)(equation, inputs, use(weight, inputs.dtype))
+        return checkpoint_name(outputs, "projections")
     assert weight.lora_base is not None
     # Added before the sum over the tensor axis: one exchange for both.
     outputs = column(equation, inputs, use(weight.lora_base, inputs.dtype)) + _through_factors(equation, inputs, weight)
-    return lax.psum(outputs, TENSOR) if is_row else outputs
+    return checkpoint_name(lax.psum(outputs, TENSOR) if is_row else outputs, "projections")
 
 
 def _through_factors(equation: str, inputs: jax.Array, weight: LoraWeight) -> jax.Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mmjax.axes import holds_experts
 from mmjax.config import LoraConfig, ModelConfig
 from mmjax.errors import ConfigurationError
 from mmjax.models.families.released import ReleasedTensor
@@ -36,6 +37,8 @@ class Projection:
     array_axes: tuple[str | None, ...]
     """Of one layer's weight: no word for the repeats."""
     is_packed: bool
+    stack_axis: str | None = None
+    """Name of the axis of the repeats, where it is split."""
 
     @property
     def num_stacked(self) -> int:
@@ -44,7 +47,7 @@ class Projection:
     @property
     def num_experts(self) -> int:
         """0 for anything but routed experts."""
-        return self.shape[self.num_stacked] if "experts" in self.array_axes else 0
+        return self.shape[self.num_stacked] if holds_experts(self.array_axes) else 0
 
     @property
     def num_leading(self) -> int:
@@ -60,7 +63,8 @@ def projections(model: ModelConfig) -> dict[str, Projection]:
     """Every weight of `model` that can take an adapter, by path: no table, no head, no router, nothing elementwise."""
     definition, found = define(model), {}
     for path, variable in (definition.parameters | definition.frozen).items():
-        shape, array_axes = variable.get_value().shape, variable.get_metadata()["array_axes"]
+        shape, metadata = variable.get_value().shape, variable.get_metadata()
+        array_axes, stack_axis = metadata["array_axes"], metadata.get("stack_axis")
         is_packed = path.endswith("_codes")
         if is_packed:
             path = path.removesuffix("_codes")
@@ -68,7 +72,7 @@ def projections(model: ModelConfig) -> dict[str, Projection]:
             array_axes = (array_axes[0], array_axes[2], array_axes[1])
         is_able = is_projection(path.rsplit(".", 1)[-1], len(array_axes))
         if is_able and not path.endswith("_scales"):
-            found[path] = Projection(path, shape, array_axes, is_packed)
+            found[path] = Projection(path, shape, array_axes, is_packed, stack_axis)
     return found
 
 
@@ -205,7 +209,12 @@ def make_factors(projection: Projection, model: ModelConfig, lora: LoraConfig) -
     dtype = at_least_float32(model.parameter_dtype)
 
     def factor(initializer: Any, shape: tuple[int, ...], array_axes: tuple[str | None, ...]) -> nnx.Variable:
-        return LoraFactor(jax.ShapeDtypeStruct(shape, dtype), array_axes=array_axes, initializer=initializer)
+        whole_shape = shape[len(shape) - len(array_axes) :]
+        described = jax.ShapeDtypeStruct(shape, dtype)
+        stack_axis = projection.stack_axis
+        return LoraFactor(
+            described, array_axes=array_axes, whole_shape=whole_shape, initializer=initializer, stack_axis=stack_axis
+        )
 
     kept = shape[:stacked] if is_shared else shape[:leading]
     down_axes = array_axes[leading - stacked if is_shared else 0 : end - stacked]
@@ -224,6 +233,7 @@ def define_adapted(model: ModelConfig, lora: LoraConfig, matched: Sequence[Proje
     # What balancing counts is not needed: nothing would be moved by it.
     router = dataclasses.replace(model.moe.router, balancing="none")
     module = MultimodalModel(dataclasses.replace(model, moe=dataclasses.replace(model.moe, router=router)))
+    module.decoder.is_head_trained = False
     for projection in matched:
         *words, name = path_of(projection.path)
         parent: Any = module

@@ -59,7 +59,19 @@ class MultimodalModel(nnx.Module):
         keep_hidden: bool = False,
     ) -> tuple[jax.Array, tuple[tuple[LayerRecord, ...], ...]]:
         """The same from embeddings [b, s, d] of `batch.tokens`."""
-        additions, positions = None, self.positions(batch)
+        embeddings, additions = self.with_features(embeddings, batch)
+        return self.decoder(
+            embeddings,
+            batch.segment_ids,
+            self.positions(batch),
+            additions=additions,
+            cache=cache,
+            keep_hidden=keep_hidden,
+        )
+
+    def with_features(self, embeddings: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
+        """Embeddings [b, s, d] with features of pictures and sounds, and what is added to layers' outputs, if any."""
+        additions = None
         if self.model.vision.is_present and batch.patches.shape[1]:
             pictures = self.picture_features(batch)
             embeddings = place_features(embeddings, pictures.features, batch.feature_index)
@@ -68,9 +80,7 @@ class MultimodalModel(nnx.Module):
                 additions = jax.vmap(lambda deep: place_features(nothing, deep, batch.feature_index))(pictures.deep)
         if self.model.audio.is_present and batch.spectrograms.shape[1]:
             embeddings = place_features(embeddings, self.sound_features(batch), batch.sound_index)
-        return self.decoder(
-            embeddings, batch.segment_ids, positions, additions=additions, cache=cache, keep_hidden=keep_hidden
-        )
+        return embeddings, additions
 
     def positions(self, batch: Batch) -> jax.Array:
         """What rotation turns tokens by: [b, s], or [3, b, s] (frame, row and column) if there are pictures."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mmjax import axes
 from mmjax.config import RunConfig, layer_kinds
 from mmjax.planner.adapters import FULL, Tuning, trained_arrays
 from mmjax.planner.parameters import ITEM_BYTES, ParameterArray, Shard, shards, wide
@@ -124,7 +125,7 @@ _LAYER_OF = {
 def gathered_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
     """Bytes of the layer (or table) whose gathered weights are the largest, in the compute dtype, and their gradients.
 
-    Gradients are there where trained, in the dtype at rest. The embedding table is gathered in at least float32. Packed
+    Gradients are there where trained, in the dtype at rest. The embedding table is gathered as it rests. Packed
     experts are unpacked as they are gathered.
     """
     model = config.model
@@ -134,7 +135,7 @@ def gathered_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
     for shard in held:
         array = shard.array
         is_embedding = array.name == "embedding"
-        item = ITEM_BYTES[wide(model.compute_dtype)] if is_embedding else compute
+        item = ITEM_BYTES[array.dtype] if is_embedding else compute
         item += ITEM_BYTES[array.dtype] if array.is_trained else 0
         used = shard.used_entries / shard.num_layers * item
         if array.part == "tables":
@@ -151,6 +152,11 @@ def kept_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
         return 0.0
     item = ITEM_BYTES[config.model.compute_dtype]
     return sum(shard.used_entries * item for shard in held if shard.array.in_decoder_layer and shard.gather_factor > 1)
+
+
+def num_expert_devices(config: RunConfig) -> int:
+    """How many devices routed experts are spread over."""
+    return math.prod(config.mesh.sizes[axis] for axis in axes.MESH_AXES_OF_EXPERTS[config.model.moe.expert_axes])
 
 
 class InFlight:
@@ -177,8 +183,9 @@ class InFlight:
         """With remat: t D c a layer and residual stream, the same for each residual block, expert choices, and selected
         keys (all int32).
 
-        Without: the working set of every layer. The tower always keeps its layers' inputs only. A pipeline keeps this
-        for as many micro-batches as it has stages.
+        Without: the working set of every layer. The tower always keeps its layers' inputs only. A pipeline keeps no
+        more than the inputs of its stages for further micro-batches: 2 p - 3 with those on their way, at most all, and
+        what is sent and received in a tick, there and back.
         """
         model, width = self.model, self.model.width
         share = self.stage_layers / len(self.kinds)
@@ -198,7 +205,10 @@ class InFlight:
         vision = model.vision
         merged, per_feature = vision.width * vision.patches_per_feature, vision.patches_per_feature
         features = self.patches / per_feature * (2 * merged + width) * self.compute
-        return layers * self.mesh.pipe + tower + features
+        pipe, micro_batches = self.mesh.pipe, self.config.training.accumulation
+        messages = min(micro_batches, max(1, 2 * pipe - 3)) + 5 if pipe > 1 else 0
+        message = (self.num_streams + num_blocks) * self.tokens * width * self.compute
+        return layers + messages * message + tower + features
 
     def largest_working_set(self) -> float:
         """The most that one layer, one chunk of the loss or one layer of the tower needs, with its gradients."""
@@ -219,19 +229,26 @@ class InFlight:
         return _COPIES * (values + residual)
 
     def exchange_buffers(self) -> float:
-        """Rows sent and returned, 4 times a buffer: n * capacity rows of the experts' input width.
-
-        capacity = ceil(capacity_factor * t * A / n); nothing is exchanged on an expert axis of size 1.
-        """
-        if self.mesh.expert == 1 or not any(mlp == "moe" for _, mlp in self.kinds):
+        """Rows sent and returned, 4 times a buffer of the experts' input width; of a ring, instead of what is sent, all
+        rows twice and the sums of their results twice, at least float32, with what each step keeps for its gradient."""
+        if num_expert_devices(self.config) == 1 or not any(mlp == "moe" for _, mlp in self.kinds):
             return 0.0
-        return 4 * self.exchanged_rows() * (self.model.moe.latent_width or self.model.width) * self.compute
+        width, devices = self.model.moe.latent_width or self.model.width, num_expert_devices(self.config)
+        if self.model.moe.transport == "ring":
+            taken_out = 2 * self.exchanged_rows() / devices * self.compute
+            return width * (taken_out + self.tokens * ((2 + devices) * self.compute + 2 * self.wide))
+        return 4 * self.exchanged_rows() * width * self.compute
 
     def exchanged_rows(self) -> float:
-        """Rows of the buffer that a device sends in one exchange, filled or not."""
-        moe, devices = self.model.moe, self.mesh.expert
+        """Rows that a device sends in one exchange: in buffers, filled or not,
+
+            n * capacity,   capacity = ceil(capacity_factor * t * A / n)
+
+        and t * A where only chosen rows are sent, or where nothing is.
+        """
+        moe, devices = self.model.moe, num_expert_devices(self.config)
         choices = self.tokens * moe.experts_per_token
-        if devices == 1:
+        if devices == 1 or moe.transport == "ragged":
             return choices
         return devices * min(choices, math.ceil(moe.capacity_factor * choices / devices))
 
@@ -249,6 +266,16 @@ class InFlight:
         scores = self.rows * vision.num_heads * min(512, self.config.data.row_patches) * self.config.data.row_patches
         return 2 * (values + scores * self.wide) if self.patches else 0.0
 
+    def gathered_states(self) -> float:
+        """Of a linear layer whose rows are split over context: H K (K + V) for each of 2 chunks a device, those of all
+        devices on each, in at least float32."""
+        linear, net = self.model.linear_attention, self.model.gated_delta_net
+        heads, keys, values = linear.num_heads, linear.key_width, linear.value_width
+        if self.model.linear_attention_kind == "gated_delta_net":
+            heads, keys, values = net.num_value_heads, net.key_width, net.value_width
+        chunks = 2 * self.mesh.context if self.mesh.context > 1 else 0
+        return self.rows * chunks * heads / self.mesh.tensor * keys * (keys + values) * self.wide
+
     def _selects(self) -> bool:
         indexer = self.model.full_attention.indexer
         is_sparse = self.model.full_attention_kind == "latent" and indexer.stage == "sparse"
@@ -263,7 +290,7 @@ class InFlight:
         projected = (qkv + linear.key_width + linear.value_width) * self.compute
         mixed = (qkv + linear.key_width + 2 * linear.value_width) * self.wide
         chunk = (3 * linear.chunk_tokens + linear.key_width * linear.value_width / linear.chunk_tokens) * self.wide
-        return self.tokens * heads * (projected + mixed + chunk)
+        return self.tokens * heads * (projected + mixed + chunk) + self.gathered_states()
 
     def _gated_delta_net(self) -> float:
         """As for linear attention, with keys and queries repeated for each value head, and one decay a head."""
@@ -272,7 +299,7 @@ class InFlight:
         projected = (2 * key_heads * net.key_width + 2 * heads * net.value_width) * self.compute
         mixed = heads * (2 * net.key_width + 3 * net.value_width) * self.wide
         chunk = heads * (3 * net.chunk_tokens + net.key_width * net.value_width / net.chunk_tokens) * self.wide
-        return self.tokens * (projected + mixed + chunk)
+        return self.tokens * (projected + mixed + chunk) + self.gathered_states()
 
     def _full_attention(self) -> float:
         """Per token: latents, and for each head q, k, v, gate, mix; scores of one chunk of queries; of selected keys, a
@@ -291,15 +318,24 @@ class InFlight:
         index_scores = 0.0
         if indexer.stage != "none":
             index_scores = indexer.num_heads * self.config.data.row_tokens * self.wide
-        return self.tokens * (latents + heads * per_head) * self.compute + chunk * (
-            2 * heads * keys * self.wide + gathered + index_scores
+        # What keys and values are made of is held for whole rows.
+        of_row = full.latent_width + full.shared_key_width
+        if not self._selects():
+            of_row += heads * (full.key_width + full.value_width)
+        others = self.tokens * (self.mesh.context - 1) * of_row * self.compute
+        return (
+            self.tokens * (latents + heads * per_head) * self.compute
+            + others
+            + chunk * (2 * heads * keys * self.wide + gathered + index_scores)
         )
 
     def _grouped_attention(self) -> float:
-        """Per token: q and k before and after they turn, v, gate and mix; scores of one chunk of queries."""
+        """Per token: q and k before and after they turn, v, gate and mix; k and v of whole rows; scores of one chunk of
+        queries."""
         grouped = self.model.grouped_attention
         heads, key_heads = grouped.num_heads / self.mesh.tensor, grouped.num_key_heads / self.mesh.tensor
         values = self.tokens * grouped.head_width * (4 * heads + 3 * key_heads) * self.compute
+        values += self.tokens * (self.mesh.context - 1) * 2 * key_heads * grouped.head_width * self.compute
         chunk = self.rows * min(grouped.query_chunk_tokens, self.row_tokens)
         return values + chunk * 2 * heads * self.config.data.row_tokens * self.wide
 

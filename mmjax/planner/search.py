@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mmjax import axes
-from mmjax.config import UNBUILT_AXES, MeshConfig, RunConfig, check, describe_mesh, mesh_split_faults
+from mmjax.config import MeshConfig, RunConfig, check, describe_mesh, mesh_split_faults
 from mmjax.config.faults import Fault
 from mmjax.planner.adapters import FULL, Tuning
 from mmjax.planner.cost import model_flops_utilisation
@@ -118,12 +118,10 @@ def search(
     *,
     tuning: Tuning = FULL,
     rates: Rates | None = None,
-    all_axes: bool = False,
 ) -> SearchResult:
     """Try every mesh of the cluster with every number of micro-batches and both kinds of remat.
 
-    `config` gives model, data and optimizer; its mesh, accumulation and remat are what is searched. `all_axes` also
-    tries mesh axes that training does not support yet.
+    `config` gives model, data and optimizer; its mesh, accumulation and remat are what is searched.
 
     Faults of `config` that no mesh mends are the caller's to look for, with `check_without_mesh`.
     """
@@ -135,10 +133,6 @@ def search(
     num_meshes = 0
     for sizes in factorisations(cluster.num_devices, len(axes.MESH_AXES)):
         mesh = MeshConfig(**dict(zip(axes.MESH_AXES, sizes, strict=True)))
-        unbuilt = [path.removeprefix("mesh.") for path in UNBUILT_AXES if mesh.sizes[path.removeprefix("mesh.")] > 1]
-        if unbuilt and not all_axes:
-            rejections.append(Rejection(name=describe_mesh(mesh), reason=f"{' and '.join(unbuilt)}: not built yet"))
-            continue
         num_meshes += 1
         base = dataclasses.replace(config, mesh=mesh)
         if reason := _reason_against_mesh(base):
@@ -167,12 +161,12 @@ def memory_reason(memory: DeviceBytes, cluster: Cluster) -> str:
     return f"needs {format_bytes(memory.total)} of {format_bytes(cluster.usable_bytes)} a device: {details}"
 
 
-def remedies(config: RunConfig, cluster: Cluster, *, tuning: Tuning = FULL, all_axes: bool = False) -> list[str]:
+def remedies(config: RunConfig, cluster: Cluster, *, tuning: Tuning = FULL) -> list[str]:
     """What would make a run fit that does not: each remedy was tried, and named only if a plan fits then."""
     found = []
 
     def fits(config: RunConfig, cluster: Cluster, tuning: Tuning) -> bool:
-        return bool(search(config, cluster, tuning=tuning, all_axes=all_axes).plans)
+        return bool(search(config, cluster, tuning=tuning).plans)
 
     if tuning.kind == "lora" and tuning.experts_at_rest != "mxfp4":
         packed = dataclasses.replace(tuning, experts_at_rest="mxfp4")
@@ -208,8 +202,8 @@ def _reason_against_mesh(config: RunConfig) -> str | None:
     rows, shards = config.data.rows, config.mesh.num_row_shards
     if rows % shards:
         return f"{rows} rows are not a multiple of {shards} (replica x fsdp x expert)"
-    if config.data.row_tokens % config.mesh.context:
-        return f"rows of {config.data.row_tokens} tokens are not a multiple of context={config.mesh.context}"
+    if config.mesh.context > 1 and config.data.row_tokens % (2 * config.mesh.context):
+        return f"rows of {config.data.row_tokens} tokens are not a multiple of 2 x context={config.mesh.context}"
     if config.mesh.pipe > config.model.num_layers:
         return f"{config.mesh.pipe} stages for {config.model.num_layers} layers"
     return None

@@ -19,7 +19,7 @@ from mmjax.planner.collectives import (
 )
 from mmjax.planner.cost import forward_flops, training_flops, vision_forward_flops, vision_training_flops
 from mmjax.planner.hardware import Cluster
-from mmjax.planner.memory import InFlight, num_moments
+from mmjax.planner.memory import InFlight, num_expert_devices, num_moments
 from mmjax.planner.parameters import ITEM_BYTES, ParameterArray, Shard, shards
 
 # Share of the bfloat16 peak that each part reaches, forward and backward together. Read on one H200, from the kernels
@@ -122,7 +122,7 @@ class StepClock:
 
         forward    sum over parts of FLOPs a device / (share of the peak * peak), experts at least their bytes / memory
         backward   the same with the FLOPs of training less those of forward
-        recompute  forward of decoder layers (remat) and of the tower, where they are trained through
+        recompute  forward of decoder layers (remat; once more in a pipeline) and of the tower, where trained through
         bubble     (forward + backward + recompute) (p - 1) / m
         exchanges  see the methods below
         """
@@ -174,7 +174,9 @@ class StepClock:
         # The tower runs whole on every device of the tensor and context axes.
         tower = patches * self.vision_forward / (peak * self._rate("vision"))
         tower_backward = patches * (self.vision_training - self.vision_forward) / (peak * self._rate("vision"))
-        recompute = (layers if model.remat == "layer" else 0.0) + (tower if tower_backward else 0.0)
+        # A pipeline's stage runs once more from its input before its backward pass.
+        repeats = (model.remat == "layer") + (mesh.pipe > 1)
+        recompute = layers * repeats + (tower if tower_backward else 0.0)
         return forward + tower, backward + tower_backward, recompute
 
     def _rate(self, part: str) -> float:
@@ -199,7 +201,7 @@ class StepClock:
             if shard.gather_factor == 1:
                 continue
             array = shard.array
-            over = (axes.FSDP,) if "expert_hidden" in array.array_axes else axes.WEIGHT_AXES
+            over = shard.gathered_over
             is_tower = array.part in ("vision", "audio", "projector")
             is_again = (array.in_decoder_layer and config.model.remat == "layer") or (is_tower and array.is_trained)
             gathered = (1 + is_again) * (17 / 32 if array.is_packed else item)
@@ -219,7 +221,8 @@ class StepClock:
         num_bytes: dict[tuple[str, ...], float] = defaultdict(float)
         for shard in held:
             if shard.array.is_trained:
-                num_bytes[_unsplit_data_axes(shard.array)] += shard.rest_entries * ITEM_BYTES[shard.array.dtype]
+                unsplit = tuple(axis for axis in axes.DATA_AXES if axis not in shard.split_over)
+                num_bytes[unsplit] += shard.rest_entries * ITEM_BYTES[shard.array.dtype]
         return sum(all_reduce_seconds(total, mesh_group(mesh, over, self.cluster)) for over, total in num_bytes.items())
 
     def _tensor_exchange_seconds(self, config: RunConfig) -> float:
@@ -243,40 +246,45 @@ class StepClock:
         return config.training.accumulation * (self._passes(config) * seconds / mesh.pipe + embedding)
 
     def _expert_exchange_seconds(self, config: RunConfig) -> float:
-        """Dispatch and combine of every expert layer, whole buffers: forward, again under remat, backward."""
-        mesh = config.mesh
-        if mesh.expert == 1:
+        """Dispatch and combine of every expert layer: forward, again under remat, backward.
+
+        all_to_all   n * capacity rows there and back, filled or not
+        ragged       t A rows there and back
+        ring         t rows in n - 1 steps, and the sums of their results, at least float32, in n
+
+        Nothing is taken to hide behind the experts' work, in however many chunks.
+        """
+        mesh, moe = config.mesh, config.model.moe
+        if (num_devices := num_expert_devices(config)) == 1:
             return 0.0
         flight = InFlight(config)
         num_layers = sum(mlp == "moe" for _, mlp in flight.kinds) / mesh.pipe
-        width = config.model.moe.latent_width or config.model.width
-        group = mesh_group(mesh, (axes.EXPERT,), self.cluster)
-        one_way = all_to_all_seconds(flight.exchanged_rows() * width * flight.compute, group)
-        return config.training.accumulation * self._passes(config) * num_layers * 2 * one_way
+        width = moe.latent_width or config.model.width
+        group = mesh_group(mesh, axes.MESH_AXES_OF_EXPERTS[moe.expert_axes], self.cluster)
+        if moe.transport == "ring":
+            link = group.between if group.crosses_nodes else group.inside
+            steps = (num_devices - 1, flight.compute), (num_devices, flight.wide)
+            seconds = sum(count * send_seconds(flight.tokens * width * item, link) for count, item in steps)
+        else:
+            seconds = 2 * all_to_all_seconds(flight.exchanged_rows() * width * flight.compute, group)
+        return config.training.accumulation * self._passes(config) * num_layers * seconds
 
     def _context_exchange_seconds(self, config: RunConfig) -> float:
-        """Latents, or keys and values, of a row gathered for full attention; states of linear attention passed from
-        device to device."""
+        """All-gathers over context: latents, or keys and values, of whole rows for full attention; for linear attention
+        what each chunk of a row, two a device, does to its state: H K (K + V)."""
         mesh, model = config.mesh, config.model
         if mesh.context == 1:
             return 0.0
         flight = InFlight(config)
         group = mesh_group(mesh, (axes.CONTEXT,), self.cluster)
-        full, linear = model.full_attention, model.linear_attention
-        token = full.latent_width + full.shared_key_width
+        token = model.full_attention.latent_width + model.full_attention.shared_key_width
         if model.full_attention_kind == "grouped":
             token = 2 * model.grouped_attention.num_key_heads / mesh.tensor * model.grouped_attention.head_width
-        row = flight.rows * config.data.row_tokens * token * flight.compute
-        state = linear.num_heads * linear.key_width * linear.value_width
-        if model.linear_attention_kind == "gated_delta_net":
-            net = model.gated_delta_net
-            state = net.num_value_heads * net.key_width * net.value_width
-        state *= flight.rows / mesh.tensor * flight.wide
-        link = group.between if group.crosses_nodes else group.inside
-        seconds = 0.0
-        for mixer, _ in flight.kinds:
-            seconds += all_gather_seconds(row, group) if mixer == "full" else 0.0
-            seconds += (mesh.context - 1) * send_seconds(state, link) if mixer == "linear" else 0.0
+        gathered = {
+            "full": flight.rows * config.data.row_tokens * token * flight.compute,
+            "linear": flight.gathered_states(),
+        }
+        seconds = sum(all_gather_seconds(gathered[mixer], group) for mixer, _ in flight.kinds)
         return config.training.accumulation * self._passes(config) * seconds / mesh.pipe
 
     def _pipe_exchange_seconds(self, config: RunConfig) -> float:
@@ -296,7 +304,7 @@ class StepClock:
     def _optimizer_seconds(self, config: RunConfig, held: Sequence[Shard]) -> float:
         """Parameters and moments read and written, gradients read; for Muon also its products, 5 iterations of
         4 r^2 c + 2 r^3 FLOPs for a matrix of r <= c, repeated by devices that hold parts of the same matrix."""
-        mesh, gpu = config.mesh, self.cluster.gpu
+        gpu = self.cluster.gpu
         num_bytes = flops = 0.0
         for shard in held:
             array = shard.array
@@ -305,12 +313,12 @@ class StepClock:
             moments = num_moments(array, config.optimizer.name)
             num_bytes += shard.rest_entries * ITEM_BYTES[array.dtype] * (2 + 2 * moments + 1)
             if config.optimizer.name == "muon" and array.is_matrix:
-                experts = array.shape[0] // mesh.expert if "experts" in array.array_axes else 1
+                experts = array.shape[0] // num_expert_devices(config) if axes.holds_experts(array.array_axes) else 1
                 flops += experts * shard.num_layers * _newton_schulz_flops(array, config)
         return num_bytes / gpu.memory_bandwidth + flops / (_MATRIX_PRODUCT_SHARE * gpu.flops_per_second)
 
     def _passes(self, config: RunConfig) -> int:
-        return 3 if config.model.remat == "layer" else 2
+        return 2 + (config.model.remat == "layer") + (config.mesh.pipe > 1)
 
 
 def repeated_shares(model: ModelConfig) -> dict[str, float]:
@@ -332,17 +340,9 @@ def repeated_shares(model: ModelConfig) -> dict[str, float]:
     return whole | {part: value / flops[part] for part, value in narrow.items() if flops[part]}
 
 
-def _unsplit_data_axes(array: ParameterArray) -> tuple[str, ...]:
-    weight_axes = {"model_weight", "rank_weight"} & set(array.array_axes)
-    split = set(axes.WEIGHT_AXES) if weight_axes else set()
-    split |= {axes.EXPERT} if "experts" in array.array_axes else set()
-    split |= {axes.FSDP} if "expert_hidden" in array.array_axes else set()
-    return tuple(axis for axis in axes.DATA_AXES if axis not in split)
-
-
 def _newton_schulz_flops(array: ParameterArray, config: RunConfig) -> float:
     """Of one layer's (and one expert's) matrices of this array, all iterations."""
-    shape: Sequence[int] = array.shape[1:] if "experts" in array.array_axes else array.shape
+    shape: Sequence[int] = array.shape[1:] if axes.holds_experts(array.array_axes) else array.shape
     rows = math.prod(shape[: array.num_input_axes])
     columns = math.prod(shape[array.num_input_axes :])
     count = 1

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from mmjax import axes
 from mmjax.checkpoint.adapters import matched_projections
 from mmjax.config import DataConfig, ModelConfig, RunConfig
-from mmjax.models.decoder import plan_segments
 from mmjax.models.layers import at_least_float32
+from mmjax.models.layout import parameter_stacks
 from mmjax.models.lora import Projection
 from mmjax.planner import cost
 from mmjax.planner.adapters import Tuning
@@ -126,7 +126,7 @@ def _planned(model: ModelConfig, projection: Projection) -> tuple[str, str, int]
         return words[0], ".".join(words[2:] if is_layer else words), count
     path = ".".join(words[5:])
     if words[5] == "mixer":
-        mixer, _ = plan_segments(model)[int(words[2])].kinds[int(words[4])]
+        mixer, _ = parameter_stacks(model)[int(words[2])].kinds[int(words[4])]
         return "indexer" if words[6] == "indexer" else f"{mixer} attention", path, count
     if projection.num_experts:
         return "routed experts", path, count

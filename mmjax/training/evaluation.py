@@ -5,32 +5,43 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from mmjax.axes import TENSOR
+from mmjax.axes import CONTEXT, PIPE, TENSOR
 from mmjax.checkpoint.adapters import define_run
 from mmjax.config import RunConfig
 from mmjax.data.batch import Batch
-from mmjax.data.evaluation import EvaluationAnswer
+from mmjax.data.evaluation import EvaluationAnswer, EvaluationBatch
 from mmjax.data.loader import Loader
-from mmjax.models.multimodal import Arrays
+from mmjax.models.multimodal import Arrays, MultimodalModel
+from mmjax.parallel.context import join_positions
 from mmjax.parallel.processes import compile_together, whole
 from mmjax.parallel.sharding import spec
+from mmjax.training.pipeline_step import pipeline_forward
 from mmjax.training.step import TrainState, batch_specs, place_batch, specs_of
 from pallas_kernels.cross_entropy.api import greedy_tokens
 
 
 def make_predict(config: RunConfig, mesh: Mesh):
-    """Jitted `(parameters, router_biases, frozen, batch) -> [B, S] int32`: the likeliest next token everywhere."""
+    """Jitted `(parameters, router_biases, frozen, batch) -> [B, S] int32`: the likeliest next token.
+
+    It is known where `loss_weight` is not 0, and 0 elsewhere. Positions are in the order of the placed batch
+    (`parallel.context`).
+    """
     definition = define_run(config)
 
     def on_device(parameters: Arrays, router_biases: Arrays, frozen: Arrays, batch: Batch) -> jax.Array:
         model = definition.assemble(parameters, router_biases, frozen)
+        if mesh.shape[PIPE] > 1:
+            return pipeline_forward(config, model, batch, choose)
         hidden, _ = model(batch)
-        head = model.decoder.head_weights(hidden.dtype)
+        return choose(model, hidden, batch)
+
+    def choose(model: MultimodalModel, hidden: jax.Array, batch: Batch) -> jax.Array:
         tokens = greedy_tokens(
             hidden.reshape(-1, hidden.shape[-1]),
-            head,
+            model.decoder.head_weights(hidden.dtype),
+            batch.loss_weight.reshape(-1) != 0,
             chunk_tokens=config.model.loss_chunk_tokens,
             vocabulary_axis=TENSOR,
         )
@@ -40,7 +51,12 @@ def make_predict(config: RunConfig, mesh: Mesh):
         jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(specs_of(definition.parameters), PartitionSpec(), specs_of(definition.frozen), batch_specs()),
+            in_specs=(
+                specs_of(definition.parameters, mesh),
+                specs_of(definition.router_biases, mesh),
+                specs_of(definition.frozen, mesh),
+                batch_specs(),
+            ),
             out_specs=spec("batch", "position"),
             check_vma=True,
         )
@@ -80,41 +96,45 @@ class Evaluator:
         self._is_compiled = False
         self._mesh = mesh
         self._tokenizer = loader.tokenizer
-        self._batches = loader.evaluation()
+        self._questions = loader.evaluation()
 
     def __call__(self, state: TrainState) -> EvaluationResult:
-        answers = []
-        for item in self._batches:
-            tokens = self._generate(state, item.batch, item.answers)
-            for asked in item.answers:
-                generated = tokens[asked.row, asked.start : asked.start + asked.budget].tolist()
-                is_finished = self._tokenizer.end_token_id in generated
-                if is_finished:
-                    generated = generated[: generated.index(self._tokenizer.end_token_id)]
-                answers.append(GivenAnswer(asked, self._tokenizer.decode(generated).strip(), is_finished))
-        return EvaluationResult(tuple(answers))
+        """The greedy answers, all written side by side.
 
-    def _generate(self, state: TrainState, batch: Batch, answers: list[EvaluationAnswer]) -> np.ndarray:
-        """Tokens [B, S] with every answer replaced by the greedy one.
-
-        All answers are decoded side by side: each pass rewrites every answer token with what the model predicts from
-        the tokens before it. After n passes the first n tokens of each answer are the greedy ones, since attention is
-        causal and documents are isolated; a pass that changes nothing ends it. (Experts that drop what overflows break
-        the isolation: an answer then depends on its neighbours, as it does in training.)
+        Each pass compares a draft of every answer with what the model predicts from it. Up to the first token that
+        differs, and with it, the prediction is the greedy answer, since attention is causal and documents are
+        isolated; so each pass adds a token at least, and the draft decides only how many passes it takes. References
+        are the first drafts: what the model has learnt is settled in one pass. Answers that are not settled are packed
+        anew for the next pass. (Experts that drop what overflows break the isolation: an answer then depends on its
+        neighbours, as it does in training.)
         """
-        is_answer = np.zeros(batch.tokens.shape, bool)
-        for asked in answers:
-            is_answer[asked.row, asked.start : asked.start + asked.budget] = True
-        tokens = np.where(is_answer, self._tokenizer.pad_token_id, batch.tokens).astype(np.int32)
-        for _ in range(max(asked.budget for asked in answers)):
-            placed = place_batch(batch._replace(tokens=tokens), self._mesh)
-            inputs = (state.parameters, state.router_biases, state.frozen, placed)
-            if not self._is_compiled:
-                self._is_compiled = True
-                self._predict = compile_together(self._predict, *inputs)
-            predicted = whole(self._predict(*inputs))
-            rewritten = np.where(is_answer, np.roll(predicted, 1, axis=1), tokens).astype(np.int32)
-            if np.array_equal(rewritten, tokens):
-                break
-            tokens = rewritten
-        return tokens
+        drafts, answers = self._questions.references(), {}
+        while drafts:
+            unsettled = {}
+            for item in self._questions.batches(drafts):
+                predicted = self._predict_answers(state, item)
+                for asked in item.answers:
+                    tokens = predicted[asked.row, asked.start - 1 :][: asked.budget]
+                    differs = np.flatnonzero(tokens != drafts[asked.number])
+                    settled = tokens[: differs[0] + 1].tolist() if differs.size else tokens.tolist()
+                    is_finished = self._tokenizer.end_token_id in settled
+                    if is_finished or len(settled) == asked.budget:
+                        given = settled[: settled.index(self._tokenizer.end_token_id)] if is_finished else settled
+                        text = self._tokenizer.decode(given).strip()
+                        answers[asked.number] = GivenAnswer(asked, text, is_finished)
+                    else:
+                        unsettled[asked.number] = tokens
+            drafts = unsettled
+        return EvaluationResult(tuple(answers[number] for number in sorted(answers)))
+
+    def _predict_answers(self, state: TrainState, item: EvaluationBatch) -> np.ndarray:
+        """[B, S]: the likeliest token behind each position that an answer's token is predicted from."""
+        is_wanted = np.zeros_like(item.batch.loss_weight)
+        for asked in item.answers:
+            is_wanted[asked.row, asked.start - 1 :][: asked.budget] = 1
+        placed = place_batch(item.batch._replace(loss_weight=is_wanted), self._mesh)
+        inputs = (state.parameters, state.router_biases, state.frozen, placed)
+        if not self._is_compiled:
+            self._is_compiled = True
+            self._predict = compile_together(self._predict, *inputs)
+        return join_positions(whole(self._predict(*inputs)), self._mesh.shape[CONTEXT])

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +15,23 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.axes import DATA_AXES, TENSOR
+from mmjax.axes import CONTEXT, DATA_AXES, MESH_AXES_OF_EXPERTS, PIPE
 from mmjax.checkpoint.adapters import define_run, read_start
 from mmjax.checkpoint.weights import load_weights
-from mmjax.config import ModelConfig, RunConfig
+from mmjax.config import ModelConfig, RunConfig, layer_kinds
 from mmjax.data.batch import Batch
-from mmjax.models.decoder import LayerRecord
 from mmjax.models.layers import at_least_float32, initial_arrays
+from mmjax.models.layout import Relayout, without_pipeline
 from mmjax.models.moe import RouterStatistics
-from mmjax.models.multimodal import Arrays, ModelDefinition, MultimodalModel
+from mmjax.models.multimodal import Arrays, ModelDefinition
+from mmjax.parallel.context import split_positions
+from mmjax.parallel.expert import check_transport
 from mmjax.parallel.fsdp import make_varying, varying_like
 from mmjax.parallel.sharding import spec, variable_spec
 from mmjax.resilience.router_update import update_bias
+from mmjax.training.loss import StepReport, micro_batch_loss, router_losses
 from mmjax.training.optimizer import learning_rate, make_optimizer, num_updates
-from pallas_kernels.cross_entropy.api import cross_entropy
+from mmjax.training.pipeline_step import pipeline_gradient, report_specs, split_rows
 
 
 @functools.partial(
@@ -53,10 +57,10 @@ class TrainState:
 def abstract_state(config: RunConfig, mesh: Mesh | jax.sharding.AbstractMesh) -> TrainState:
     """The train state as shapes, dtypes and shardings; needs no device when the mesh is abstract."""
     definition = define_run(config)
-    specs = specs_of(definition.parameters | definition.frozen)
+    specs = specs_of(definition.parameters | definition.router_biases | definition.frozen, mesh)
 
     def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        # Optimizer moments carry their parameter's path as the last key; counters and biases are held whole.
+        # Optimizer moments carry their parameter's path as the last key; counters are held whole.
         leaf_spec = specs.get(getattr(path[-1], "key", ""), PartitionSpec())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, leaf_spec))
 
@@ -68,9 +72,9 @@ def abstract_state(config: RunConfig, mesh: Mesh | jax.sharding.AbstractMesh) ->
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def specs_of(variables: Mapping[str, nnx.Variable]) -> dict[str, PartitionSpec]:
+def specs_of(variables: Mapping[str, nnx.Variable], mesh: Mesh | jax.sharding.AbstractMesh) -> dict[str, PartitionSpec]:
     """How each array rests on a mesh, by path."""
-    return {path: variable_spec(v, v.get_value().ndim) for path, v in variables.items()}
+    return {path: variable_spec(variable, mesh.shape) for path, variable in variables.items()}
 
 
 def init_state(config: RunConfig, mesh: Mesh) -> TrainState:
@@ -84,10 +88,13 @@ def init_state(config: RunConfig, mesh: Mesh) -> TrainState:
     definition, abstract = define_run(config), abstract_state(config, mesh)
     base = base_arrays(config, abstract)
     if config.lora.rank:
-        key, shardings = jax.random.key(config.seed), {p: leaf.sharding for p, leaf in abstract.parameters.items()}
-        parameters = initial_arrays(definition.parameters, key, shardings)
         if config.lora.start:
-            parameters = place_factors(read_start(config), abstract.parameters)
+            plain = without_pipeline(config.model)
+            factors = read_start(dataclasses.replace(config, model=plain))
+            factors = Relayout(plain, config.model).apply(factors, abstract.parameters, np)
+            parameters = place_factors(factors, abstract.parameters)
+        else:
+            parameters = _draw(config, abstract.parameters)
     else:
         parameters = {path: base[path] for path in abstract.parameters}
     router_biases = {path: base[path] for path in abstract.router_biases}
@@ -118,11 +125,25 @@ def base_arrays(config: RunConfig, abstract: TrainState) -> Arrays:
     """
     wanted = abstract.router_biases | abstract.frozen | ({} if config.lora.rank else abstract.parameters)
     if config.weights:
-        return load_weights(config.weights, wanted)
-    definition = define_run(config)
+        return load_weights(config.weights, wanted, config.model)
+    return _draw(config, wanted)
+
+
+def _draw(config: RunConfig, abstract: Arrays) -> Arrays:
+    """Arrays of a run at its start. A layer's numbers are those it has without a pipeline."""
+    model, plain = config.model, without_pipeline(config.model)
+    definition = define_run(dataclasses.replace(config, model=plain))
     variables = definition.parameters | definition.router_biases | definition.frozen
-    shardings = {path: leaf.sharding for path, leaf in wanted.items()}
-    return initial_arrays({path: variables[path] for path in wanted}, jax.random.key(config.seed), shardings)
+    shardings = {path: leaf.sharding for path, leaf in abstract.items()}
+    key = jax.random.key(config.seed)
+    if model == plain:
+        return initial_arrays({path: variables[path] for path in abstract}, key, shardings)
+    relayout = Relayout(plain, model)
+    wanted = {origin: variables[origin] for path in abstract for origin, _ in relayout.origins(path)}
+    mesh = next(iter(shardings.values())).mesh
+    specs = specs_of(wanted, mesh)
+    drawn = initial_arrays(wanted, key, {path: NamedSharding(mesh, specs[path]) for path in wanted})
+    return jax.jit(lambda arrays: relayout.apply(arrays, abstract), out_shardings=shardings)(drawn)
 
 
 def saved_part(config: RunConfig, state: TrainState) -> TrainState:
@@ -178,14 +199,14 @@ def batch_specs() -> Batch:
 
 
 def place_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """A host batch (whole, on every process) as global arrays on the mesh."""
-    return jax.tree.map(
-        lambda array, array_spec: jax.make_array_from_callback(
-            array.shape, NamedSharding(mesh, array_spec), lambda index: array[index]
-        ),
-        batch,
-        batch_specs(),
-    )
+    """A host batch (whole, on every process) as global arrays on the mesh, positions in its context axis's order."""
+
+    def place(array: np.ndarray, array_spec: PartitionSpec) -> jax.Array:
+        if array_spec[1]:
+            array = split_positions(array, mesh.shape[CONTEXT])
+        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, array_spec), lambda index: array[index])
+
+    return jax.tree.map(place, batch, batch_specs())
 
 
 def make_train_step(config: RunConfig, mesh: Mesh):
@@ -210,7 +231,7 @@ def make_update(config: RunConfig):
     schedule = learning_rate(config.optimizer, config.training.steps)
 
     def update(
-        state: TrainState, loss: jax.Array, report: "StepReport", counts: dict[str, jax.Array], gradients: Arrays
+        state: TrainState, loss: jax.Array, report: StepReport, counts: dict[str, jax.Array], gradients: Arrays
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         gradient_norm = optax.tree.norm(gradients)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
@@ -229,6 +250,7 @@ def make_update(config: RunConfig):
         parameters, router_biases, optimizer_state = jax.tree.map(
             lambda new, old: jnp.where(is_finite, new, old), changed, kept
         )
+        losses = router_losses(config.model, report.routers)
         metrics = {
             "loss": loss,
             "gradient_norm": gradient_norm,
@@ -240,6 +262,8 @@ def make_update(config: RunConfig):
             ),
             "indexer_loss": report.indexer_loss / counts["real_tokens"].astype(report.indexer_loss.dtype),
             "moe_load_max_over_mean": worst_load(report.routers),
+            "exchange_rounds": mean_rounds(config, report.routers),
+            **{name: total / counts["real_tokens"].astype(total.dtype) for name, total in losses.items()},
             "dropped_rows": sum(
                 (jnp.sum(router.dropped, dtype=jnp.int32) for router in report.routers.values()), jnp.int32(0)
             ),
@@ -258,37 +282,35 @@ def make_update(config: RunConfig):
     return update
 
 
-class StepReport(NamedTuple):
-    """What the forward passes of a step counted; adds up over micro-batches and devices."""
-
-    routers: dict[str, RouterStatistics]
-    """By the path of the layer's MLP; leaves with a leading repeats axis."""
-    nonfinite_layers: jax.Array
-    """[num_layers] int32: on how many devices, in how many micro-batches, the layer's running sum was not finite."""
-    indexer_loss: jax.Array
-    """Sum over layers and tokens of the indexer's KL."""
-
-
 def make_value_and_gradient(config: RunConfig, mesh: Mesh):
     """`(parameters, router_biases, batch, frozen={}) -> (loss, StepReport, token counts, gradients)` on global arrays.
 
     loss = sum of cross-entropy over supervised tokens / their number
          + loss_coefficient * sum over layers of the indexer's KL / number of real tokens
+         + the routers' losses with their coefficients, summed over layers and real tokens / number of real tokens
 
-    Both numbers are counted over the whole batch, so that neither the mesh nor accumulation changes the loss.
+    Both numbers are counted over the whole batch, so that neither the mesh nor accumulation changes the loss. (The
+    balance over a `batch` is over each micro-batch.)
+
+    Raises:
+      ConfigurationError: the mesh's devices cannot exchange as the settings say.
     """
+    check_transport(config.model.moe.transport, MESH_AXES_OF_EXPERTS[config.model.moe.expert_axes], mesh)
     definition = define_run(config)
-    parameter_specs, whole = specs_of(definition.parameters), PartitionSpec()
+    parameter_specs, whole = specs_of(definition.parameters, mesh), PartitionSpec()
+    bias_specs, frozen_specs = specs_of(definition.router_biases, mesh), specs_of(definition.frozen, mesh)
+    is_pipeline = mesh.shape[PIPE] > 1
 
     def on_device(parameters: Arrays, router_biases: Arrays, batch: Batch, frozen: Arrays):
         counts = {
             "supervised_tokens": lax.psum(jnp.sum(batch.loss_weight), DATA_AXES),
             "real_tokens": lax.psum(jnp.sum(batch.segment_ids > 0, dtype=jnp.int32), DATA_AXES),
         }
-        accumulation = config.training.accumulation
-        micro_batches = jax.tree.map(
-            lambda array: array.reshape(accumulation, array.shape[0] // accumulation, *array.shape[1:]), batch
-        )
+        if is_pipeline:
+            found = pipeline_gradient(config, definition, parameters, router_biases, batch, frozen, counts)
+            loss, report, gradients = found
+            return loss, report, counts, gradients
+        micro_batches = split_rows(batch, config.training.accumulation)
         # Marked as varying once, outside the loop: the sum over devices happens once a step, in `reduce_gradients`.
         varying, reduce_gradients = jax.vjp(make_varying, parameters)
         frozen = make_varying(frozen)
@@ -318,8 +340,8 @@ def make_value_and_gradient(config: RunConfig, mesh: Mesh):
     on_mesh = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(parameter_specs, whole, batch_specs(), specs_of(definition.frozen)),
-        out_specs=(whole, whole, whole, parameter_specs),
+        in_specs=(parameter_specs, bias_specs, batch_specs(), frozen_specs),
+        out_specs=(whole, report_specs() if is_pipeline else whole, whole, parameter_specs),
         check_vma=True,
     )
 
@@ -327,41 +349,6 @@ def make_value_and_gradient(config: RunConfig, mesh: Mesh):
         return on_mesh(parameters, router_biases, batch, frozen or {})
 
     return value_and_gradient
-
-
-def micro_batch_loss(
-    model: MultimodalModel, batch: Batch, counts: dict[str, jax.Array]
-) -> tuple[jax.Array, StepReport]:
-    """The loss's share of one micro-batch, summed over the mesh, and what this device counted."""
-    hidden, records = model(batch)
-    wide = at_least_float32(hidden.dtype)
-    token_loss = cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]),
-        model.decoder.head_weights(hidden.dtype),
-        batch.targets.reshape(-1),
-        batch.loss_weight.reshape(-1).astype(wide),
-        chunk_tokens=model.model.loss_chunk_tokens,
-        vocabulary_axis=TENSOR,
-    )
-    report = make_report(model.model, records)
-    share = token_loss / jnp.maximum(counts["supervised_tokens"], 1).astype(wide)
-    coefficient = model.model.full_attention.indexer.loss_coefficient
-    share += coefficient * report.indexer_loss / jnp.maximum(counts["real_tokens"], 1).astype(wide)
-    return lax.psum(share, DATA_AXES), jax.tree.map(lax.stop_gradient, report)
-
-
-def make_report(model: ModelConfig, records: tuple[tuple[LayerRecord, ...], ...]) -> StepReport:
-    """Records nested as [segment][position], with a leading repeats axis -> the step's report."""
-    routers, nonfinite, indexer_loss = {}, [], jnp.zeros((), at_least_float32(model.compute_dtype))
-    for index, segment_records in enumerate(records):
-        for position, record in enumerate(segment_records):
-            if record.router is not None:
-                routers[f"decoder.segments.{index}.layers.{position}.mlp"] = record.router
-            indexer_loss += jnp.sum(record.indexer_loss)
-        # [repeats, positions] -> order of the layers
-        flags = jnp.stack([~record.is_finite for record in segment_records], axis=1)
-        nonfinite.append(flags.reshape(-1).astype(jnp.int32))
-    return StepReport(routers, jnp.concatenate(nonfinite), indexer_loss)
 
 
 def update_routers(
@@ -374,6 +361,14 @@ def update_routers(
         )
         for path, bias in router_biases.items()
     }
+
+
+def mean_rounds(config: RunConfig, routers: dict[str, RouterStatistics]) -> jax.Array:
+    """Rounds of an exchange, the mean of layers, micro-batches and devices: 1 where all fits, 0 without exchange."""
+    rounds = [router.rounds for router in routers.values()]
+    num_shares = math.prod(config.mesh.sizes[axis] for axis in DATA_AXES) * config.training.accumulation
+    num_exchanges = num_shares * max(1, sum(mlp == "moe" for _, mlp in layer_kinds(config.model)))
+    return sum((jnp.sum(layers).astype(jnp.float32) for layers in rounds), jnp.float32(0)) / num_exchanges
 
 
 def worst_load(routers: dict[str, RouterStatistics]) -> jax.Array:

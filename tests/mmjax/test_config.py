@@ -48,8 +48,14 @@ def with_moe(**changes) -> RunConfig:
 FAULTY = {
     "data.rows": RunConfig(mesh=MeshConfig(fsdp=2), training=TrainingConfig(accumulation=3)),
     "mesh": RunConfig(mesh=MeshConfig(fsdp=-1, expert=-1)),
-    "mesh.pipe": RunConfig(mesh=MeshConfig(pipe=4)),
-    "mesh.context": RunConfig(mesh=MeshConfig(context=2)),
+    "mesh.pipe": RunConfig(mesh=MeshConfig(pipe=10)),
+    "model.pipeline_stages": REPLACE(with_model(pipeline_stages=(5, 3)), mesh=MeshConfig(pipe=2)),
+    "model.pipeline_chunks": RunConfig(training=TrainingConfig(pipeline_schedule="interleaved")),
+    "training.accumulation": REPLACE(
+        with_model(pipeline_chunks=2),
+        mesh=MeshConfig(pipe=2),
+        training=TrainingConfig(pipeline_schedule="interleaved", accumulation=2),
+    ),
     "mesh.tensor": RunConfig(mesh=MeshConfig(tensor=0)),
     "model.width": with_model(width=-64),
     "model.num_layers": with_model(num_layers="9"),
@@ -106,7 +112,7 @@ def test_the_default_settings_have_no_fault():
 def test_faults_of_all_parts_are_reported_at_once():
     config = REPLACE(
         with_moe(experts_per_token=99),
-        mesh=MeshConfig(fsdp=3, tensor=5, pipe=2),
+        mesh=MeshConfig(fsdp=3, tensor=5, pipe=10),
         optimizer=OptimizerConfig(warmup_steps=1000),
     )
     paths = {fault.path for fault in check(config)}
@@ -114,7 +120,6 @@ def test_faults_of_all_parts_are_reported_at_once():
         "mesh.pipe",
         "model.moe.experts_per_token",
         "data.rows",
-        "model.width",
         "model.linear_attention.num_heads",
         "model.full_attention.num_heads",
         "model.moe.dense_width",
@@ -128,6 +133,15 @@ def test_a_fault_names_the_numbers_and_a_size_that_works():
     (fault,) = mesh_split_faults(REPLACE(with_moe(num_experts=12), mesh=MeshConfig(expert=8)))
     assert fault.found == "12 (experts) over expert=8"
     assert "multiple of 8, e.g. 16" in fault.remedy
+
+
+@pytest.mark.parametrize(("row_tokens", "enough"), [(350, "352"), (4, "48")])
+def test_rows_that_a_context_axis_cannot_cut_are_refused(row_tokens, enough):
+    """8 devices cut rows into 16 chunks, of at least the three tokens that a convolution of width 4 looks back to."""
+    data = DataConfig(row_tokens=row_tokens, row_patches=8, image_max_patches=8)
+    (fault,) = check(RunConfig(data=data, mesh=MeshConfig(context=8)))
+    assert fault.path == "data.row_tokens" and f"e.g. {enough}" in fault.remedy
+    assert not check(RunConfig(data=REPLACE(data, row_tokens=int(enough)), mesh=MeshConfig(context=8)))
 
 
 def test_a_misspelt_choice_gets_the_nearest_one():
@@ -152,13 +166,13 @@ def test_split_axes_are_those_of_the_sharding_table():
     from mmjax.parallel.sharding import RULES
 
     assert {**RULES, **SPLIT_OVER} == RULES
-    assert RULES.keys() - SPLIT_OVER.keys() == {"batch", "position"}
+    assert RULES.keys() - SPLIT_OVER.keys() == {"batch", "position", "stage"}
 
 
 @pytest.mark.parametrize("preset", ["small", "kimi_k3_tiny", "kimi_linear"])
 def test_a_mesh_has_a_split_fault_exactly_when_some_parameter_does_not_divide(preset: str):
     from mmjax.models.multimodal import define
-    from mmjax.parallel.sharding import RULES
+    from mmjax.parallel.sharding import rests_on
     from mmjax.presets.kimi_k3 import kimi_k3_tiny
     from mmjax.presets.kimi_linear import kimi_linear_48b
 
@@ -175,7 +189,9 @@ def test_a_mesh_has_a_split_fault_exactly_when_some_parameter_does_not_divide(pr
     meshes = [MeshConfig(**{axis: size}) for axis in ("fsdp", "expert", "tensor") for size in (2, 3, 4, 8, 16, 24, 32)]
     meshes += [MeshConfig(fsdp=4, expert=4), MeshConfig(fsdp=4, tensor=2), MeshConfig(fsdp=2, expert=2, tensor=3)]
     for mesh in meshes:
-        does_divide = all(size % math.prod(mesh.sizes[name] for name in RULES[axis]) == 0 for axis, size in split)
+        does_divide = all(
+            size % math.prod(mesh.sizes[name] for name in rests_on(axis, size, mesh.sizes)) == 0 for axis, size in split
+        )
         found = list(mesh_split_faults(RunConfig(mesh=mesh, model=model)))
         assert bool(found) != does_divide, (mesh, found)
 
@@ -345,7 +361,8 @@ def test_adapter_settings_that_do_not_fit_are_faults():
     config = with_moe(expert_storage="mxfp4", expert_width=64)
     assert paths(config) == ["model.moe.expert_storage"]
     assert paths(REPLACE(config, lora=lora)) == []
-    assert paths(REPLACE(config, lora=lora, mesh=MeshConfig(fsdp=4))) == ["model.moe.expert_width"]
+    assert paths(REPLACE(config, lora=lora, mesh=MeshConfig(tensor=4))) == ["model.moe.expert_width"]
+    assert paths(REPLACE(config, lora=lora, mesh=MeshConfig(fsdp=4))) == []
     assert paths(REPLACE(with_moe(**vars(packed) | {"latent_width": 48}), lora=lora)) == ["model.moe.latent_width"]
     assert paths(RunConfig(lora=LoraConfig(rank=4, alpha=0.0))) == ["lora.alpha"]
     assert paths(RunConfig(lora=LoraConfig(rank=-1))) == ["lora.rank"]

@@ -94,6 +94,7 @@ def answer_by_training(config: RunConfig, state: TrainState, parts: tuple) -> st
     )
     batch.positions[:] = np.arange(64)
     batch.segment_ids[:, : length + NEW_TOKENS] = 1
+    batch.loss_weight[:] = 1
     mesh = make_mesh(MeshConfig())
     predict = make_predict(config, mesh)
     for place in range(length, length + NEW_TOKENS):
@@ -262,6 +263,7 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(run
         (("{run}", "--prompt", "x", "--temperature", "-1", "--top-p", "0", "--rows", "0"), 2, "--top-p: 0.0"),
         (("{run}", "--prompt", "x", "--style", "text", "--image", "a.png"), 2, "text with pictures"),
         (("{run}", "--prompt", "x", "--mesh", "tensor=64"), 2, "needs 64 devices"),
+        (("{run}", "--prompt", "x", "--mesh", "context=2"), 2, "pipe=1 and context=1"),
         (("{run}", "--prompt", "x", "--mesh", "tensor=8"), 2, "num_heads"),
         (("{run}", "--prompt", "x", "--chat-template", "t"), 2, "which has none"),
         (("{run}", "--prompt", "x", "--tokenizer", "{empty}"), 3, "tokenizer.json"),

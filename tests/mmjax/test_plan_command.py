@@ -20,7 +20,7 @@ SMALL = ["--model", "kimi_linear_48b", "--cluster", "8xh200", "--seq", "4096", "
 def test_a_plan_is_printed_and_its_settings_run(tmp_path, capsys):
     assert plan.main([*SMALL, "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    for text in ("kimi_linear_48b on 1x8xh200", "MFU", "predicted, not measured", "not built yet", "rejected"):
+    for text in ("kimi_linear_48b on 1x8xh200", "MFU", "predicted, not measured", "rejected"):
         assert text in printed
     config = from_yaml((tmp_path / "plan.yaml").read_text(), "plan.yaml")
     assert check(config) == [] and config.mesh.num_devices == 8
@@ -91,3 +91,13 @@ def test_planning_loads_no_jax():
         [sys.executable, "-c", script, *SMALL], capture_output=True, text=True, check=True, timeout=120
     )
     assert finished.stdout.strip().endswith("False")
+
+
+def test_a_schedule_is_printed_with_what_it_costs_and_loads_no_jax(capsys):
+    assert plan.main(["schedule", "--schedule", "gpipe", "--pipe", "2", "--micro-batches", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "  0 | F0 F1 .  .  .  B0 B1 " not in printed
+    assert printed.splitlines()[1].startswith("  1 | .  .  F0 F1 B0 B1")
+    assert "8 ticks, of which a device waits 50.0%" in printed
+    assert plan.main(["schedule", "--chunks", "2"]) == 2
+    assert "interleaved" in capsys.readouterr().err

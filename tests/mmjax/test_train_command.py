@@ -116,11 +116,11 @@ def test_the_plan_of_a_mesh_needs_none_of_its_devices(capsys):
     assert not any(Path().iterdir())
 
 
-def test_the_plan_of_an_unbuilt_axis_says_so(capsys):
-    assert train.main(["--mesh", "4x2x16", "--dry-run"]) == 2
-    captured = capsys.readouterr()
-    assert "plan for 128 devices" in captured.out
-    assert "not built yet" in captured.err
+def test_the_plan_of_a_pipeline_shares_out_the_layers(capsys):
+    assert train.main(["--mesh", "4x2x16", "--data.rows", "64", "--dry-run"]) == 0
+    assert "plan for 128 devices" in capsys.readouterr().out
+    assert train.main(["--mesh", "pipe=16", "--dry-run"]) == 2
+    assert "mesh.pipe" in capsys.readouterr().err
 
 
 def test_help_and_errors_do_not_wait_for_jax():

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from mmjax.config import ModelConfig
-from mmjax.models.decoder import layer_address
 from mmjax.models.families.released import LINEAR, SAME, Layout, ReleasedTensor, Shape, Slot, heads_of_two
+from mmjax.models.layout import layer_address
 
 
 def table_tensors(model: ModelConfig, root: str = "model", head: str = "lm_head") -> Iterator[ReleasedTensor]:

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -17,13 +18,14 @@ from mmjax.checkpoint.convert import Progress, convert
 from mmjax.checkpoint.export import converted_arrays, export, run_arrays
 from mmjax.checkpoint.released_files import open_released
 from mmjax.checkpoint.store import Store
-from mmjax.checkpoint.weights import load_weights, read_contents, read_model
-from mmjax.config import MeshConfig
+from mmjax.checkpoint.weights import load_step, load_weights, read_contents, read_model
+from mmjax.config import MeshConfig, RunConfig
 from mmjax.errors import CheckpointError
 from mmjax.models.families import family_of
 from mmjax.models.families.released import from_released
+from mmjax.models.layout import Relayout
 from mmjax.parallel.mesh import make_mesh
-from mmjax.training.step import init_state, make_value_and_gradient, place_batch
+from mmjax.training.step import abstract_state, init_state, make_value_and_gradient, place_batch
 
 
 def _progress(remarks: list[str] | None = None) -> Progress:
@@ -434,3 +436,34 @@ def test_a_base_in_bfloat16_gives_the_loss_and_gradients_of_one_in_float32(tmp_p
     for name, value in found["float32"].items():
         scale = np.abs(value).max()
         assert np.abs(np.asarray(found["bfloat16"][name]) - np.asarray(value)).max() <= 1e-6 * scale, name
+
+
+def test_weights_load_onto_the_stages_of_a_pipeline_and_a_run_there_goes_out_as_the_same_tensors(tmp_path, releases):
+    config = releases.k3_config()
+    folder = _in(releases.write(tmp_path / "source", config, releases.random_tensors(config)), tmp_path / "ours")
+    model = read_model(folder)
+    staged = dataclasses.replace(model, pipeline_stages=(1, 3))
+    run = RunConfig(model=staged, mesh=MeshConfig(pipe=2, expert=1, fsdp=2))
+    abstract = abstract_state(run, make_mesh(run.mesh))
+    loaded = load_weights(folder, abstract.parameters | abstract.router_biases, staged)
+    relayout = Relayout(model, staged)
+    expected = relayout.apply(jax.device_get(_whole_arrays(folder)), loaded, np)
+    for path, array in loaded.items():
+        np.testing.assert_array_equal(np.asarray(array), expected[path].astype(array.dtype), path)
+    assert any(None in (relayout.rows(path) or ()) for path in loaded)
+
+    with Store(tmp_path / "checkpoints") as store:
+        groups = {"parameters": abstract.parameters, "router_biases": abstract.router_biases}
+        store.save(1, {group: {path: loaded[path] for path in paths} for group, paths in groups.items()}, {})
+    step = tmp_path / "checkpoints" / "1"
+    export(folder, *run_arrays(step, staged), tmp_path / "back", _progress())
+    source, back = _tensors(tmp_path / "source"), _tensors(tmp_path / "back")
+    assert source.keys() == back.keys()
+    for name, tensor in source.items():
+        np.testing.assert_array_equal(tensor, back[name], name)
+    plain = abstract_state(RunConfig(model=model), make_mesh(MeshConfig())).parameters
+    wanted = {f"parameters.{path}": leaf for path, leaf in plain.items()}
+    whole = load_step(step, wanted, Relayout(staged, model))
+    for path, array in _whole_arrays(folder, "float32").items():
+        if path in plain:
+            np.testing.assert_array_equal(np.asarray(whole[f"parameters.{path}"]), np.asarray(array), path)

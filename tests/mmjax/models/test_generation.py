@@ -169,8 +169,7 @@ def make_arrays(name: str, mesh_config: MeshConfig):
     for variables in (definition.parameters, definition.router_biases, definition.frozen):
         arrays = initial_arrays(variables, jax.random.key(0))
         shardings = {
-            path: jax.sharding.NamedSharding(mesh, variable_spec(v, v.get_value().ndim))
-            for path, v in variables.items()
+            path: jax.sharding.NamedSharding(mesh, variable_spec(v, mesh.shape)) for path, v in variables.items()
         }
         placed.append({p: jax.device_put(random_array(p, array), shardings[p]) for p, array in arrays.items()})
     return definition, tuple(placed), mesh

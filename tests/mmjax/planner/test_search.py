@@ -38,7 +38,6 @@ def test_every_mesh_is_kept_or_rejected_with_a_reason():
     named = {name.split(",")[0] for name in (rejection.name for rejection in result.rejections)}
     assert len(set(factorisations(8, 6))) <= len(meshes) + len(named)
     assert all(rejection.reason for rejection in result.rejections)
-    assert {"pipe: not built yet", "context: not built yet"} <= {rejection.reason for rejection in result.rejections}
 
 
 def test_every_plan_can_run_and_fits_and_the_first_is_the_fastest():
@@ -83,21 +82,17 @@ def test_when_nothing_fits_the_remedies_fit():
 
 
 @pytest.mark.parametrize(
-    ("cluster", "rows", "tuning", "all_axes"),
-    [
-        ("16x8xh200", 256, LORA, False),
-        ("128x8xh200", 1024, Tuning(), False),
-        pytest.param("128x8xh200", 1024, Tuning(), True, marks=pytest.mark.slow),
-    ],
+    ("cluster", "rows", "tuning"),
+    [("16x8xh200", 256, LORA), pytest.param("128x8xh200", 1024, Tuning(), marks=pytest.mark.slow)],
 )
-def test_large_searches_end_in_half_a_minute(cluster, rows, tuning, all_axes):
+def test_large_searches_end_in_half_a_minute(cluster, rows, tuning):
     started = time.process_time()
     config = dataclasses.replace(
         FROZEN if tuning is LORA else K31,
         data=dataclasses.replace(DATA, rows=rows),
         optimizer=OptimizerConfig(name="muon"),
     )
-    assert search(config, read_cluster(cluster), tuning=tuning, all_axes=all_axes).plans
+    assert search(config, read_cluster(cluster), tuning=tuning).plans
     assert time.process_time() - started < 30
 
 

@@ -93,6 +93,27 @@ def test_exchange_of_experts_by_hand():
     # Over 8 devices on 4 nodes: 20 choices, 8 x ceil(2 x 20 / 8) = 40 rows of 32 bytes, 6/8 of them over the network.
     assert step(expert=8).expert_exchange == pytest.approx(3 * 2 * 40 * 32 * 6 / 8 / 1e5)
 
+    def moe(**settings):
+        return dataclasses.replace(
+            CONFIG, model=dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, **settings))
+        )
+
+    # Without gaps: the 80 choices alone.
+    assert step(moe(transport="ragged"), expert=2).expert_exchange == pytest.approx(3 * 2 * 80 * 32 / 2 / 1e6)
+    # Round a ring of 2: the 40 rows once, the sums of their results twice.
+    assert step(moe(transport="ring"), expert=2).expert_exchange == pytest.approx(3 * (1 + 2) * 40 * 32 / 1e6)
+    # Over context and expert: 4 devices on 2 nodes, 20 tokens each, as over 4 devices of `expert` alone.
+    spread = step(moe(expert_axes="context_and_expert"), context=2, expert=2)
+    assert spread.expert_exchange == pytest.approx(step(expert=4).expert_exchange)
+
+
+def test_exchange_of_split_rows_by_hand():
+    # 8 rows. The linear layer: 2 chunks a device, 2 heads, 4 x (4 + 4) numbers of 4 bytes, of which half come from the
+    # other one of 2 devices. The full layer: rows of 12 positions, 8 + 8 numbers. Three times.
+    config = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, row_tokens=12))
+    states, latents = 8 * 4 * 2 * 32 * 4, 8 * 12 * (8 + MODEL.full_attention.shared_key_width) * 4
+    assert step(config, context=2).context_exchange == pytest.approx(3 * (states + latents) / 2 / 1e6)
+
 
 def test_gathers_of_weights_hide_under_computing():
     exposed = step(fsdp=2).weight_exchange

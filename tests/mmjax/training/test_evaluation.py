@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from mmjax.config import DataConfig, RunConfig, VisionConfig
 from mmjax.data.batch import Batch
 from mmjax.data.loader import Loader
 from mmjax.data.tokenizer import ByteTokenizer
+from mmjax.parallel.context import join_positions, split_positions
 from mmjax.training import evaluation
 
 BYTES = ByteTokenizer()
@@ -45,8 +47,8 @@ def token_by_token(prompt: list[int], budget: int, known: list[list[int]]) -> tu
     return BYTES.decode(document[len(prompt) :]).strip(), False
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_answers_are_the_greedy_ones_and_what_is_known_is_asked_once(rows, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(("rows", "num_devices"), [(1, 1), (3, 1), (3, 2)])
+def test_answers_are_the_greedy_ones_and_what_is_known_is_asked_once(rows, num_devices, tmp_path: Path, monkeypatch):
     file = tmp_path / "held_out.jsonl"
     questions = [f"question {number}?" for number in range(len(ANSWERS))]
     with file.open("w") as lines:
@@ -66,20 +68,26 @@ def test_answers_are_the_greedy_ones_and_what_is_known_is_asked_once(rows, tmp_p
             budget = asked.budget
     passes: list[Batch] = []
 
+    def reorder(batch: Batch, order: Callable[[np.ndarray, int], np.ndarray]) -> Batch:
+        fields = ("tokens", "segment_ids", "loss_weight")
+        return batch._replace(**{name: order(getattr(batch, name), num_devices) for name in fields})
+
     def predict(parameters: Any, router_biases: Any, frozen: Any, batch: Batch) -> np.ndarray:
+        # What the devices hold, and give back, is not in row order where a row is split over them.
+        batch = reorder(batch, join_positions)
         passes.append(batch)
         predicted = np.zeros_like(batch.tokens)
         for row, place in zip(*np.nonzero(batch.loss_weight), strict=True):
             segments = batch.segment_ids[row]
             first = int(np.argmax(segments == segments[place]))
             predicted[row, place] = next_token(batch.tokens[row, first : place + 1].tolist(), known)
-        return predicted
+        return split_positions(predicted, num_devices)
 
     monkeypatch.setattr(evaluation, "make_predict", lambda config, mesh: predict)
     monkeypatch.setattr(evaluation, "compile_together", lambda program, *inputs: program)
     monkeypatch.setattr(evaluation, "whole", np.asarray)
-    monkeypatch.setattr(evaluation, "place_batch", lambda batch, mesh: batch)
-    mesh: Any = SimpleNamespace(shape={CONTEXT: 1})
+    monkeypatch.setattr(evaluation, "place_batch", lambda batch, mesh: reorder(batch, split_positions))
+    mesh: Any = SimpleNamespace(shape={CONTEXT: num_devices})
     state: Any = SimpleNamespace(parameters={}, router_biases={}, frozen={})
     result = evaluation.Evaluator(RunConfig(data=data), loader, mesh)(state)
 

@@ -28,6 +28,7 @@ from mmjax.config import (
 )
 from mmjax.models.lora import merge
 from mmjax.models.multimodal import define
+from mmjax.parallel.context import join_positions
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import spec
 from mmjax.training.step import (
@@ -79,13 +80,21 @@ def run_config(
     experts: Literal["per_expert", "shared_down"] = "per_expert",
     stage: str = "sparse",
     capacity_factor: float = 2.0,
+    transport: str = "all_to_all",
+    exchange_chunks: int = 1,
     accumulation: int = 1,
     optimizer: str = "adamw",
     rank: int = 4,
 ) -> RunConfig:
     full = MODEL.full_attention
     full = dataclasses.replace(full, indexer=dataclasses.replace(full.indexer, stage=stage))
-    moe = dataclasses.replace(MODEL.moe, expert_storage=storage, capacity_factor=capacity_factor)
+    moe = dataclasses.replace(
+        MODEL.moe,
+        expert_storage=storage,
+        capacity_factor=capacity_factor,
+        transport=transport,
+        exchange_chunks=exchange_chunks,
+    )
     return RunConfig(
         model=dataclasses.replace(MODEL, full_attention=full, moe=moe),
         lora=LoraConfig(rank=rank, alpha=6.0, experts=experts, expert_rank=2),
@@ -127,7 +136,12 @@ def make_logits(definition, mesh):
         logits = jnp.einsum("bsd,dv->bsv", hidden, model.decoder.head_weights(hidden.dtype))
         return logits, [jax.lax.psum(load, ("replica", "fsdp", "expert", "context")) for load in loads]
 
-    specs = (specs_of(definition.parameters), PartitionSpec(), batch_specs(), specs_of(definition.frozen))
+    specs = (
+        specs_of(definition.parameters, mesh),
+        PartitionSpec(),
+        batch_specs(),
+        specs_of(definition.frozen, mesh),
+    )
     out = (spec("batch", "position", "vocabulary"), PartitionSpec())
     return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=out))
 
@@ -146,7 +160,12 @@ def one_step(batch, mesh_config: MeshConfig, **settings):
         values, loads = logits(state.parameters, state.router_biases, batch, state.frozen)
         return values, loads, (loss, counts, gradients), (metrics, new_state.parameters, new_state.router_biases)
 
-    return jax.device_get(step(random_state(config, mesh), place_batch(batch, mesh)))
+    logits_split, *found, (metrics, *changed) = jax.device_get(
+        step(random_state(config, mesh), place_batch(batch, mesh))
+    )
+    # How often the exchange goes round does depend on the mesh.
+    assert metrics.pop("exchange_rounds") >= (mesh_config.expert > 1)
+    return join_positions(logits_split, mesh_config.context), *found, (metrics, *changed)
 
 
 def merged_logits(batch, **settings):
@@ -201,7 +220,8 @@ def test_adapters_give_the_logits_of_the_merged_model(batch, one_device, setting
     ("mesh", "settings"),
     [
         # Buffers so small that the exchange takes several rounds.
-        pytest.param(FSDP_EXPERT, {"capacity_factor": 0.6}, id="fsdp=2,expert=4"),
+        pytest.param(FSDP_EXPERT, {"capacity_factor": 0.6, "exchange_chunks": 3}, id="fsdp=2,expert=4"),
+        pytest.param(FSDP_EXPERT, {"capacity_factor": 0.6, "transport": "ring"}, id="ring", marks=slow),
         pytest.param(
             FSDP_TENSOR_EXPERT,
             {"storage": "dense", "experts": "shared_down", "stage": "dense"},
@@ -212,13 +232,14 @@ def test_adapters_give_the_logits_of_the_merged_model(batch, one_device, setting
         pytest.param(FSDP_TENSOR_EXPERT, {"storage": "dense"}, id="fsdp=2,tensor=2,expert=2", marks=slow),
         pytest.param(MeshConfig(fsdp=8), {"storage": "dense"}, id="fsdp=8", marks=slow),
         pytest.param(MeshConfig(expert=8), {"capacity_factor": 0.6}, id="expert=8", marks=slow),
+        pytest.param(MeshConfig(context=2, fsdp=2, expert=2), {"capacity_factor": 0.6}, id="context=2", marks=slow),
         pytest.param(MeshConfig(replica=2, fsdp=2, expert=2), {"accumulation": 2}, id="replica=2", marks=slow),
         pytest.param(FSDP_EXPERT, {"optimizer": "muon"}, id="muon", marks=slow),
     ],
 )
 def test_every_mesh_gives_one_devices_logits_gradients_and_update(batch, one_device, mesh, settings):
     with jax.enable_x64(True):
-        unlike = ("capacity_factor", "accumulation")
+        unlike = ("capacity_factor", "transport", "exchange_chunks", "accumulation")
         theirs = one_device(**{name: value for name, value in settings.items() if name not in unlike})
         ours = one_step(batch, mesh, **settings)
     assert_same(ours, theirs, 1e-9)

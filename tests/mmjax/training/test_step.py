@@ -16,6 +16,7 @@ from mmjax.config import (
     ModelConfig,
     MoeConfig,
     OptimizerConfig,
+    RouterConfig,
     RunConfig,
     TrainingConfig,
     VisionConfig,
@@ -25,8 +26,9 @@ from mmjax.models.multimodal import define
 from mmjax.parallel.mesh import make_mesh
 from mmjax.training.step import abstract_state, make_update, make_value_and_gradient, place_batch
 
-# Every part of Kimi-K3 and its indexer, in sizes that eight devices can split. Each of the two residual blocks is one
-# layer scanned twice, so that few layers are compiled.
+# Every part of Kimi-K3 and its indexer. Of what is gathered at use, fsdp=2 and expert=2 divide the model's width both,
+# the query's rank one by one, the latent and the experts' share of a tensor=2 not at all. Each of the two residual
+# blocks is one layer scanned twice, so that few layers are compiled.
 MODEL = ModelConfig(
     width=32,
     num_layers=4,
@@ -37,8 +39,8 @@ MODEL = ModelConfig(
     linear_attention=LinearAttentionConfig(num_heads=2, key_width=8, value_width=8, decay_rank=8, chunk_tokens=16),
     full_attention=FullAttentionConfig(
         num_heads=2,
-        query_rank=16,
-        latent_width=8,
+        query_rank=18,
+        latent_width=7,
         nope_width=8,
         shared_key_width=4,
         value_width=8,
@@ -46,13 +48,20 @@ MODEL = ModelConfig(
         indexer=IndexerConfig(stage="sparse", num_heads=2, head_width=8, top_k=6, loss_coefficient=0.3),
     ),
     moe=MoeConfig(
-        num_experts=8, experts_per_token=2, expert_width=8, latent_width=16, num_dense_layers=2, dense_width=32
+        num_experts=8,
+        experts_per_token=2,
+        expert_width=6,
+        latent_width=16,
+        num_dense_layers=2,
+        dense_width=32,
+        router=RouterConfig(balance_coefficient=0.5, balance_over="document", z_coefficient=0.1),
     ),
     vision=VisionConfig(num_layers=2, width=16, num_heads=1, head_width=16, hidden_width=32, patch_pixels=2),
     loss_chunk_tokens=40,
 )
 TENSOR_EXPERT = MeshConfig(tensor=2, expert=4)
 FSDP_TENSOR_EXPERT = MeshConfig(fsdp=2, tensor=2, expert=2)
+CONTEXT_EXPERT_TENSOR = MeshConfig(context=2, expert=2, tensor=2)
 
 
 def run_config(
@@ -60,13 +69,22 @@ def run_config(
     dtype: str = "float64",
     stage: str = "sparse",
     capacity_factor: float = 2.0,
+    transport: str = "all_to_all",
+    exchange_chunks: int = 1,
+    expert_axes: str = "expert",
     accumulation: int = 1,
     optimizer: str = "adamw",
     epsilon: float = 1e-8,
 ) -> RunConfig:
     full = MODEL.full_attention
     full = dataclasses.replace(full, indexer=dataclasses.replace(full.indexer, stage=stage))
-    moe = dataclasses.replace(MODEL.moe, capacity_factor=capacity_factor)
+    moe = dataclasses.replace(
+        MODEL.moe,
+        capacity_factor=capacity_factor,
+        transport=transport,
+        exchange_chunks=exchange_chunks,
+        expert_axes=expert_axes,
+    )
     return RunConfig(
         model=dataclasses.replace(MODEL, parameter_dtype=dtype, compute_dtype=dtype, full_attention=full, moe=moe),
         optimizer=OptimizerConfig(name=optimizer, warmup_steps=0, max_gradient_norm=0.5, epsilon=epsilon),
@@ -85,7 +103,15 @@ def one_step(batch, mesh_config: MeshConfig, **settings):
         new_state, metrics = update(state, *found)
         return found, (metrics, new_state.parameters, new_state.router_biases)
 
-    return jax.device_get(step(random_state(config, mesh), place_batch(batch, mesh)))
+    (loss, report, *found), (metrics, *changed) = jax.device_get(
+        step(random_state(config, mesh), place_batch(batch, mesh))
+    )
+    # An auxiliary loss that is configured is not 0.
+    assert min(metrics[name] for name in ("balance_loss", "router_z_loss", "indexer_loss")) > 0
+    # How often the exchange goes round does depend on the mesh.
+    assert metrics.pop("exchange_rounds") >= (mesh_config.expert > 1)
+    routers = {path: router._replace(rounds=0) for path, router in report.routers.items()}
+    return (loss, report._replace(routers=routers), *found), (metrics, *changed)
 
 
 def random_state(config: RunConfig, mesh):
@@ -106,7 +132,7 @@ def random_state(config: RunConfig, mesh):
 @pytest.fixture(scope="module")
 def batch(make_batch):
     """16 rows of packed, uneven documents with images; half of the rows are nothing but padding."""
-    return make_batch(MODEL, rows=16, row_tokens=20, row_patches=16, empty_rows=8)
+    return make_batch(MODEL, rows=16, row_tokens=24, row_patches=16, empty_rows=8)
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +155,24 @@ def assert_same(ours, theirs, bound: float) -> None:
     ("mesh", "settings"),
     [
         # Buffers so small that the exchange takes several rounds.
-        pytest.param(TENSOR_EXPERT, {"capacity_factor": 0.6}, id="tensor=2,expert=4"),
-        pytest.param(FSDP_TENSOR_EXPERT, {}, id="fsdp=2,tensor=2,expert=2"),
+        pytest.param(TENSOR_EXPERT, {"capacity_factor": 0.6, "exchange_chunks": 2}, id="tensor=2,expert=4"),
+        pytest.param(FSDP_TENSOR_EXPERT, {"transport": "ring"}, id="fsdp=2,tensor=2,expert=2"),
+        pytest.param(CONTEXT_EXPERT_TENSOR, {"capacity_factor": 0.6}, id="context=2,expert=2,tensor=2"),
+        pytest.param(MeshConfig(context=2), {}, id="context=2", marks=pytest.mark.slow),
+        pytest.param(MeshConfig(context=4, fsdp=2), {}, id="context=4,fsdp=2", marks=pytest.mark.slow),
+        pytest.param(MeshConfig(context=4, expert=2), {}, id="context=4,expert=2", marks=pytest.mark.slow),
+        pytest.param(
+            MeshConfig(context=2, fsdp=2, tensor=2),
+            {"stage": "dense"},
+            id="context=2,fsdp=2,tensor=2,dense",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            MeshConfig(context=4, expert=2),
+            {"expert_axes": "context_and_expert", "capacity_factor": 0.6, "exchange_chunks": 2},
+            id="context=4,expert=2, experts over both",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(MeshConfig(fsdp=8), {}, id="fsdp=8", marks=pytest.mark.slow),
         pytest.param(MeshConfig(expert=8), {"capacity_factor": 0.6}, id="expert=8", marks=pytest.mark.slow),
         pytest.param(
@@ -145,9 +187,31 @@ def assert_same(ours, theirs, bound: float) -> None:
 def test_every_mesh_gives_one_devices_loss_gradients_and_update(batch, one_device, mesh, settings):
     with jax.enable_x64(True):
         # One device exchanges nothing, whatever the size of its buffers.
-        theirs = one_device(**{name: value for name, value in settings.items() if name != "capacity_factor"})
+        exchange = ("capacity_factor", "transport", "exchange_chunks", "expert_axes")
+        theirs = one_device(**{name: value for name, value in settings.items() if name not in exchange})
         ours = one_step(batch, mesh, **settings)
     assert_same(ours, theirs, 1e-9)
+
+
+def test_devices_of_the_context_axis_without_targets_or_pictures_change_nothing(batch):
+    """All targets lie on one device, all pictures in one row; the program is that of the test before."""
+    loss_weight, feature_index = batch.loss_weight.copy(), batch.feature_index.copy()
+    patch_segment_ids, patch_feature = batch.patch_segment_ids.copy(), batch.patch_feature.copy()
+    # With context=2 one device holds the middle half of a row.
+    loss_weight[:, 6:18] = 0
+    row = int(np.argmax((feature_index >= 0).sum(axis=1)))
+    is_other = np.arange(len(feature_index)) != row
+    feature_index[is_other], patch_segment_ids[is_other], patch_feature[is_other] = -1, 0, -1
+    assert loss_weight.any() and (feature_index[row] >= 0).any()
+    changed = batch._replace(
+        loss_weight=loss_weight,
+        feature_index=feature_index,
+        patch_segment_ids=patch_segment_ids,
+        patch_feature=patch_feature,
+    )
+    with jax.enable_x64(True):
+        ours = one_step(changed, CONTEXT_EXPERT_TENSOR, capacity_factor=0.6)
+        assert_same(ours, one_step(changed, MeshConfig()), 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -191,4 +255,4 @@ def test_the_initial_state_does_not_depend_on_the_mesh():
     state = abstract_state(config, make_mesh(FSDP_TENSOR_EXPERT))
     split = initial_arrays(variables, jax.random.key(3), {name: state.parameters[name].sharding for name in names})
     chex.assert_trees_all_equal(jax.device_get(split), jax.device_get(initial_arrays(variables, jax.random.key(3))))
-    assert len({str(shard.index) for shard in split[names[1]].addressable_shards}) == 8
+    assert len({str(shard.index) for shard in split[names[1]].addressable_shards}) == 4

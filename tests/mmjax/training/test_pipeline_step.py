@@ -1,0 +1,345 @@
+"""A pipeline's step: every schedule gives one device's loss, gradients, norm, counts and update."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from mmjax.checkpoint.adapters import define_run
+from mmjax.config import (
+    FullAttentionConfig,
+    GroupedAttentionConfig,
+    IndexerConfig,
+    LinearAttentionConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimizerConfig,
+    RotaryConfig,
+    RunConfig,
+    TrainingConfig,
+    VisionConfig,
+)
+from mmjax.models.layout import Relayout
+from mmjax.parallel.mesh import make_mesh
+from mmjax.training.evaluation import make_predict
+from mmjax.training.pipeline_step import schedule_of
+from mmjax.training.step import abstract_state, init_state, make_update, make_value_and_gradient, place_batch
+
+FLOAT64 = {"parameter_dtype": "float64", "compute_dtype": "float64"}
+# Kimi-K3's parts in four layers: dense and routed experts, both mixers with an indexer, blocks of three layers that
+# cross stages, and a tower.
+K3 = ModelConfig(
+    width=16,
+    num_layers=4,
+    vocabulary_size=32,
+    full_attention_layers=(1, 3),
+    residual_block_layers=3,
+    initializer_range=0.2,
+    linear_attention=LinearAttentionConfig(num_heads=2, key_width=4, value_width=4, decay_rank=4, chunk_tokens=16),
+    full_attention=FullAttentionConfig(
+        num_heads=2,
+        query_rank=0,
+        latent_width=8,
+        nope_width=4,
+        shared_key_width=4,
+        value_width=4,
+        query_chunk_tokens=16,
+        indexer=IndexerConfig(stage="dense", num_heads=2, head_width=4, loss_coefficient=0.3),
+    ),
+    moe=MoeConfig(
+        num_experts=4, experts_per_token=2, expert_width=8, latent_width=8, num_dense_layers=2, dense_width=16
+    ),
+    vision=VisionConfig(num_layers=1, width=16, num_heads=1, head_width=16, hidden_width=16, patch_pixels=2),
+    loss_chunk_tokens=40,
+    remat="none",
+    **FLOAT64,
+)
+# Six equal layers: whatever is not at an end of the pipeline is one program.
+PLAIN = ModelConfig(
+    width=16,
+    num_layers=6,
+    vocabulary_size=32,
+    full_attention_layers=tuple(range(6)),
+    full_attention_kind="grouped",
+    residual="plain",
+    initializer_range=0.2,
+    grouped_attention=GroupedAttentionConfig(num_heads=2, num_key_heads=2, head_width=8, rotary=RotaryConfig(width=8)),
+    moe=MoeConfig(num_dense_layers=6, dense_width=32),
+    vision=VisionConfig(num_layers=0),
+    tied_head=True,
+    **FLOAT64,
+)
+
+
+def run_config(model: ModelConfig, *, lora: LoraConfig | None = None, **training) -> RunConfig:
+    return RunConfig(
+        model=model,
+        lora=lora or LoraConfig(),
+        optimizer=OptimizerConfig(warmup_steps=0, max_gradient_norm=0.5),
+        training=TrainingConfig(**training),
+    )
+
+
+def staged(config: RunConfig, stages: tuple[int, ...], mesh: MeshConfig, **training) -> RunConfig:
+    chunks, remat = training.pop("chunks", 1), training.pop("remat", config.model.remat)
+    return dataclasses.replace(
+        config,
+        mesh=mesh,
+        model=dataclasses.replace(config.model, pipeline_stages=stages, pipeline_chunks=chunks, remat=remat),
+        training=dataclasses.replace(config.training, **training),
+    )
+
+
+def one_step(config: RunConfig, batch, arrays: dict | None = None):
+    """The arrays at the start by group, then (loss, report, counts, gradients), metrics and the state after a step."""
+    mesh = make_mesh(config.mesh)
+    value_and_gradient, update = make_value_and_gradient(config, mesh), make_update(config)
+    abstract = abstract_state(config, mesh)
+    if arrays is None:
+        random = np.random.default_rng(0)
+
+        def draw(leaves: dict) -> dict:
+            return {path: random.normal(size=leaves[path].shape, scale=0.2) for path in sorted(leaves)}
+
+        arrays = {"parameters": draw(abstract.parameters), "frozen": draw(abstract.frozen)}
+
+    def place(leaf: jax.ShapeDtypeStruct, values: np.ndarray | None = None) -> jax.Array:
+        values = np.zeros(leaf.shape) if values is None else values
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    groups = {
+        group: {path: place(leaf, arrays[group][path]) for path, leaf in getattr(abstract, group).items()}
+        for group in arrays
+    }
+    state = dataclasses.replace(jax.tree.map(place, abstract), **groups)
+
+    @jax.jit
+    def step(state, batch):
+        found = value_and_gradient(state.parameters, state.router_biases, batch, state.frozen)
+        new_state, metrics = update(state, *found)
+        return found, metrics, new_state
+
+    return arrays, *jax.device_get(step(state, place_batch(batch, mesh)))
+
+
+def relaid(source: RunConfig, target: RunConfig, arrays: dict, group: str) -> dict:
+    """Arrays by path in the layout of `source`, in that of `target`."""
+    relayout = Relayout(source.model, target.model)
+    return relayout.apply(arrays, getattr(define_run(target), group), np)
+
+
+def assert_near(ours, theirs, name: str, bound: float = 1e-9) -> None:
+    scale = np.abs(theirs).max(initial=0)
+    difference = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)).max(initial=0)
+    assert difference <= bound * scale + 1e-300, f"{name}: {difference} against {scale}"
+
+
+def assert_equals_one_device(config: RunConfig, theirs: RunConfig, batch, reference) -> None:
+    arrays, (loss, report, counts, gradients), metrics, state = reference
+    start = {group: relaid(theirs, config, arrays[group], group) for group in ("parameters", "frozen")}
+    _, (our_loss, our_report, our_counts, our_gradients), our_metrics, our_state = one_step(config, batch, start)
+    assert_near(our_loss, loss, "loss")
+    # One device exchanges nothing: rounds are those of a mesh.
+    for name, value in (counts | {n: v for n, v in metrics.items() if n != "exchange_rounds"}).items():
+        assert_near((our_counts | our_metrics)[name], value, name)
+    expected = {
+        "gradient": (our_gradients, relaid(theirs, config, gradients, "parameters")),
+        "parameter": (our_state.parameters, relaid(theirs, config, state.parameters, "parameters")),
+    }
+    for kind, (ours, wanted) in expected.items():
+        for path in wanted:
+            assert_near(ours[path], wanted[path], f"{kind} {path}")
+    assert_near(our_report.nonfinite_layers, report.nonfinite_layers, "nonfinite_layers")
+    relayout = Relayout(theirs.model, config.model)
+    for path, counted in our_report.routers.items():
+        for field, ours in counted._asdict().items():
+            if field == "rounds":
+                continue
+            by_path = {f"{p}.{field}": getattr(router, field) for p, router in report.routers.items()}
+            wanted = relayout.apply(by_path, [f"{path}.{field}"], np)
+            assert_near(ours, wanted[f"{path}.{field}"], f"{path}.{field}")
+    for path, bias in relaid(theirs, config, state.router_biases, "router_biases").items():
+        held = [row is not None for row in relayout.rows(path)]
+        assert_near(our_state.router_biases[path][held], bias[held], path)
+
+
+@pytest.fixture(scope="module")
+def batches(make_batch):
+    """8 rows of packed documents of each model; the last four rows are nothing but padding, without pictures."""
+    return {
+        "k3": make_batch(K3, rows=8, row_tokens=20, row_patches=16, empty_rows=4),
+        "plain": make_batch(PLAIN, rows=8, row_tokens=12, row_patches=0, empty_rows=1),
+    }
+
+
+@pytest.fixture(scope="module")
+def references(batches):
+    """A step on one device, done once for each model and kind of training."""
+
+    @cache
+    def find(name: str, lora: LoraConfig | None):
+        config = run_config({"k3": K3, "plain": PLAIN}[name], lora=lora)
+        return config, one_step(config, batches[name])
+
+    return find
+
+
+ADAPTERS = LoraConfig(rank=2)
+SLOW = pytest.mark.slow
+DIRECT = {"accumulation": 4, "pipeline_transfer": "direct"}
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "mesh", "settings", "lora"),
+    [
+        pytest.param("k3", (2, 2), MeshConfig(pipe=2, expert=2), {"accumulation": 2}, None, id="K3, pipe=2,expert=2"),
+        pytest.param(
+            "plain",
+            (2, 1, 1, 2),
+            MeshConfig(pipe=4),
+            {"accumulation": 4, "pipeline_transfer": "direct"},
+            None,
+            id="1f1b",
+        ),
+        pytest.param(
+            "plain",
+            (1, 2, 1, 2),
+            MeshConfig(pipe=2),
+            {"accumulation": 4, "pipeline_schedule": "interleaved", "chunks": 2},
+            None,
+            id="interleaved",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "k3",
+            (1, 3),
+            MeshConfig(pipe=2),
+            {"accumulation": 4, "pipeline_schedule": "split_backward"},
+            None,
+            id="K3, split",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "k3",
+            (3, 1),
+            MeshConfig(pipe=2),
+            {"accumulation": 2, "pipeline_schedule": "gpipe", "remat": "layer"},
+            None,
+            id="K3, gpipe",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "k3",
+            (1, 1, 1, 1),
+            MeshConfig(pipe=4, fsdp=2),
+            DIRECT,
+            None,
+            id="K3, pipe=4,fsdp=2",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "k3",
+            (2, 2),
+            MeshConfig(pipe=2, expert=2, tensor=2),
+            {"accumulation": 4},
+            None,
+            id="K3, pipe=2,expert=2,tensor=2",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "k3",
+            (2, 2),
+            MeshConfig(pipe=2, fsdp=2),
+            {"accumulation": 2, "pipeline_edges": "data_parallel"},
+            None,
+            id="K3, embedded by all stages",
+            marks=SLOW,
+        ),
+        pytest.param("k3", (3, 1), MeshConfig(pipe=2), {"accumulation": 2}, ADAPTERS, id="K3, adapters", marks=SLOW),
+    ],
+)
+def test_every_schedule_gives_one_devices_loss_gradients_and_update(
+    batches, references, model, stages, mesh, settings, lora
+):
+    with jax.enable_x64(True):
+        theirs, reference = references(model, lora)
+        assert_equals_one_device(staged(theirs, stages, mesh, **settings), theirs, batches[model], reference)
+
+
+def traced(config: RunConfig, batch):
+    """The jaxpr of a step's gradient, and the body of the scan over its schedule's ticks."""
+    mesh, state = make_mesh(config.mesh), abstract_state(config, make_mesh(config.mesh))
+    jaxpr = jax.make_jaxpr(make_value_and_gradient(config, mesh))(
+        state.parameters, state.router_biases, jax.eval_shape(lambda: place_batch(batch, mesh)), state.frozen
+    )
+    num_ticks = len(schedule_of(config).ticks)
+    (loop,) = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "scan" and e.params["length"] == num_ticks]
+    return jaxpr.jaxpr, loop
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those inside others too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def exchanges(jaxpr, axis: str) -> list:
+    """What is sent or summed over a mesh axis; `pvary` only marks, and its transpose is the sum."""
+    named = [e for e in equations(jaxpr) if axis in (e.params.get("axes") or e.params.get("axis_name") or ())]
+    return [equation for equation in named if equation.primitive.name not in ("pvary", "axis_index")]
+
+
+@pytest.mark.parametrize(("transfer", "num_kept"), [("direct", 4), ("hidden", 5)])
+def test_the_loop_has_the_tables_ticks_keeps_few_inputs_and_sums_no_gradients(batches, transfer, num_kept):
+    with jax.enable_x64(True):
+        config = staged(
+            run_config(PLAIN, accumulation=8), (1, 1, 1, 3), MeshConfig(pipe=4, replica=2), pipeline_transfer=transfer
+        )
+        batch = jax.tree.map(lambda array: np.repeat(array, 2, axis=0), batches["plain"])
+        whole, loop = traced(config, batch)
+    body = loop.params["jaxpr"].jaxpr
+    assert exchanges(body, "replica") == [] and exchanges(whole, "replica")
+    sent = [equation for equation in exchanges(body, "pipe") if equation.primitive.name == "ppermute"]
+    assert [equation.params["perm"] for equation in sent] == [((0, 1), (1, 2), (2, 3)), ((1, 0), (2, 1), (3, 2))]
+    # [slots, b, s, d]: the inputs of micro-batches under way. GPipe would keep all 8.
+    buffers = [v.aval.shape[0] for v in body.invars if v.aval.shape[1:] == (1, 12, 16)]
+    assert max(buffers) == num_kept
+    assert schedule_of(config).slots().num_inputs == num_kept
+
+
+def test_sums_of_residual_blocks_travel_only_where_they_are_needed(batches):
+    with jax.enable_x64(True):
+        blocks_of_two = dataclasses.replace(K3, residual_block_layers=2)
+        config = staged(run_config(blocks_of_two, accumulation=2), (1, 1, 1, 1), MeshConfig(pipe=4))
+        _, loop = traced(config, batches["k3"])
+    sent = [e.params["perm"] for e in exchanges(loop.params["jaxpr"].jaxpr, "pipe") if e.primitive.name == "ppermute"]
+    # The running sum and the embedding everywhere; the sum of layers 0 and 1, frozen on stage 2, to stage 3 alone.
+    there, back = ((0, 1), (1, 2), (2, 3)), ((1, 0), (2, 1), (3, 2))
+    assert sent == [there, there, ((2, 3),), back, back, ((3, 2),)]
+
+
+def test_a_pipeline_predicts_one_devices_tokens(batches):
+    with jax.enable_x64(True):
+        plain = run_config(PLAIN)
+        piped = staged(plain, (4, 2), MeshConfig(pipe=2))
+        state, ours = init_state(plain, make_mesh(plain.mesh)), init_state(piped, make_mesh(piped.mesh))
+        relaid_start = relaid(plain, piped, jax.device_get(state.parameters), "parameters")
+        for path, array in jax.device_get(ours.parameters).items():
+            np.testing.assert_array_equal(array, relaid_start[path], path)
+        tokens = [
+            np.asarray(
+                make_predict(config, make_mesh(config.mesh))(
+                    s.parameters, s.router_biases, s.frozen, place_batch(batches["plain"], make_mesh(config.mesh))
+                )
+            )
+            for config, s in ((plain, state), (piped, ours))
+        ]
+        assert len(np.unique(tokens[0])) > 2
+        np.testing.assert_array_equal(tokens[1], tokens[0])
