@@ -284,9 +284,10 @@ def test_a_run_reads_its_conversations_by_the_template_and_knows_it_again(tmp_pa
     assert starts == batch.segment_ids.max(axis=1).sum() > 2
     assert batch.loss_weight.sum() == 4 * starts
     assert batch.targets[batch.loss_weight > 0].tolist() == [*ids("yes"), 258] * starts
-    (answers,) = (part.answers for part in Loader(data, TEXT_ONLY, 0, "held_out").evaluation()[:1])
+    answers = Loader(data, TEXT_ONLY, 0, "held_out").evaluation().batches()[0].answers
     assert answers[0].reference == "yes" and answers[0].budget == len(ids("yes")) + 2
-    other = write_release(tmp_path / "other", **{"chat_template.jinja": TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }} ")})
+    spaced = TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }} ")
+    other = write_release(tmp_path / "other", **{"chat_template.jinja": spaced})
     changed = Loader(DataConfig(**{**vars(data), "chat_template": str(other)}), TEXT_ONLY, 0)
     with pytest.raises(DataError, match="tokenizer_digest"):
         check_fingerprint(loader.fingerprint(), changed.fingerprint())

@@ -176,7 +176,7 @@ def test_drop_leaves_out_exactly_what_one_round_cannot_carry(transport):
 
 def test_an_exchange_without_gaps_is_refused_on_cpus():
     check_transport("ragged", ("expert",), make_mesh(MeshConfig(fsdp=2)))
-    with pytest.raises(ConfigurationError, match="'ragged' on CPU devices.*give all_to_all or ring"):
+    with pytest.raises(ConfigurationError, match=r"'ragged' on CPU devices.*give all_to_all or ring"):
         check_transport("ragged", ("expert",), make_mesh(EXPERT4))
 
 
