@@ -119,6 +119,8 @@ def step_line(step: int, num_steps: int, values: Mapping[str, float]) -> str:
         f"MoE max/mean {values['moe_load_max_over_mean']:.2f}",
         f"memory {values['memory_bytes'] / 2**20:,.0f} MiB",
     ]
+    if values.get("exchange_rounds", 0) > 1:
+        parts.append(f"exchange {values['exchange_rounds']:.2f} rounds")
     if values["dropped_rows"]:
         parts.append(f"dropped {values['dropped_rows']:.0f} rows")
     return "  ".join(parts)

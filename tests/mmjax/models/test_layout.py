@@ -72,6 +72,6 @@ def test_arrays_go_to_a_pipelines_layout_and_back_and_empty_slots_are_zero():
             rows = there.rows(path)
             assert len(rows) == len(moved[path])
             assert all((row is None) == (value == 0) for row, value in zip(rows, moved[path][:, 0], strict=True))
-            assert back.has_empty_slots(path) == (None in rows)
+            assert back.empty_slots(path) == [slot for slot, row in enumerate(rows) if row is None]
     again = back.apply(moved, dict.fromkeys(arrays), np)
     assert {path: array.tolist() for path, array in again.items()} == {p: a.tolist() for p, a in arrays.items()}

@@ -260,6 +260,15 @@ DIRECT = {"accumulation": 4, "pipeline_transfer": "direct"}
             id="K3, embedded by all stages",
             marks=SLOW,
         ),
+        pytest.param(
+            "k3",
+            (2, 2),
+            MeshConfig(pipe=2, context=2),
+            {"accumulation": 2},
+            None,
+            id="K3, pipe=2,context=2",
+            marks=SLOW,
+        ),
         pytest.param("k3", (3, 1), MeshConfig(pipe=2), {"accumulation": 2}, ADAPTERS, id="K3, adapters", marks=SLOW),
     ],
 )
