@@ -24,6 +24,11 @@ def simulated() -> Iterator[None]:
         _is_simulated.reset(token)
 
 
+def is_simulated() -> bool:
+    """Whether kernels traced now run interpreted on a CPU."""
+    return _is_simulated.get()
+
+
 def is_hopper() -> bool:
     """Whether kernels traced now will run on (or be compiled for) a Hopper GPU, or are simulated."""
     if _is_simulated.get():
@@ -44,10 +49,14 @@ def num_multiprocessors() -> int:
 
 def swizzled(shape: Sequence[int], dtype: Any) -> Any:
     """A buffer in shared memory whose last two axes lie as tensor cores and bulk copies read them fastest."""
-    swizzle = min(128, shape[-1] * np.dtype(dtype).itemsize)
-    elements = swizzle // np.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+    return plgpu.SMEM(tuple(shape), dtype, transforms=swizzle(shape[-1], dtype))
+
+
+def swizzle(width: int, dtype: Any) -> tuple[Any, ...]:
+    """How the last two axes of such a buffer lie."""
+    num_bytes = min(128, width * np.dtype(dtype).itemsize)
+    elements = num_bytes // np.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(num_bytes)
 
 
 def vary_together(*arrays: jax.Array) -> list[jax.Array]:

@@ -1,7 +1,7 @@
 """Mixture of experts: choosing and weighing experts per token, and the MLP of each row's expert."""
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import launcher
 from pallas_kernels.gated_activation.api import Activation
-from pallas_kernels.moe import hopper, reference, xla
+from pallas_kernels.moe import copying, hopper, reference, xla
+from pallas_kernels.moe.mxfp4 import PackedWeight
 
 Scoring = Literal["sigmoid", "softmax"]
 Implementation = Literal["auto", "pallas", "xla", "reference"]
@@ -93,9 +94,9 @@ def weigh_experts(
 def expert_mlp(
     rows: Float[Array, "N R"],
     expert: Int32[Array, " N"],
-    gate: Float[Array, "E R F"],
-    up: Float[Array, "E R F"],
-    down: Float[Array, "E F R"],
+    gate: Float[Array, "E R F"] | PackedWeight,
+    up: Float[Array, "E R F"] | PackedWeight,
+    down: Float[Array, "E F R"] | PackedWeight,
     *,
     activation: Activation,
     beta: float = 4.0,
@@ -106,6 +107,9 @@ def expert_mlp(
     """Each row through the gated MLP of its expert.
 
         out[n] = activation(rows[n] @ gate[e], rows[n] @ up[e]) @ down[e],   e = expert[n]
+
+    Weights may be packed in MXFP4 (`mxfp4`: codes [E, out, in/2], scales [E, out, in/32]); they are then frozen, and
+    unpacked exactly where they are used: by the kernels tile by tile, by the plain form expert by expert of its blocks.
 
     `adapters` holds, for any of "gate", "up" and "down", factors (A, B) with which `x @ W[e]` becomes
     `x @ W[e] + (x @ A[e]) @ B[e]`; weights that are not differentiated then cost no gradient.
@@ -134,9 +138,9 @@ def routed_experts(
     rows: Float[Array, "T R"],
     index: Int32[Array, "T A"],
     weight: Float[Array, "T A"],
-    gate: Float[Array, "E R F"],
-    up: Float[Array, "E R F"],
-    down: Float[Array, "E F R"],
+    gate: Float[Array, "E R F"] | PackedWeight,
+    up: Float[Array, "E R F"] | PackedWeight,
+    down: Float[Array, "E F R"] | PackedWeight,
     *,
     activation: Activation,
     beta: float = 4.0,
@@ -171,7 +175,8 @@ def routed_experts(
 
 
 def _run_kernels(settings, rows, index, weight, gate, up, down, adapters) -> jax.Array:
-    arrays = (rows, index, weight, gate, up, down, hopper.join_adapters(adapters))
+    weights = [copying.arrange(cast(PackedWeight, w)) if isinstance(w, dict) else w for w in (gate, up, down)]
+    arrays = (rows, index, weight, *weights, hopper.join_adapters(adapters))
     leaves, structure = jax.tree.flatten(arrays)
     return hopper.routed_experts(hopper.Options(**settings), *structure.unflatten(launcher.vary_together(*leaves)))
 

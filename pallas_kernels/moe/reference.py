@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.gated_activation.api import Activation, gated_activation
+from pallas_kernels.moe.mxfp4 import PackedWeight, dequantize
 
 
 def expert_mlp(
     rows: jax.Array,
     expert: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
+    gate: jax.Array | PackedWeight,
+    up: jax.Array | PackedWeight,
+    down: jax.Array | PackedWeight,
     *,
     activation: Activation,
     beta: float,
@@ -23,6 +24,10 @@ def expert_mlp(
 ) -> jax.Array:
     """See `api.expert_mlp`."""
     wide = np.promote_types(rows.dtype, np.float32)
+    gate, up, down = (
+        jnp.swapaxes(dequantize(weight, rows.dtype), 1, 2) if isinstance(weight, dict) else weight
+        for weight in (gate, up, down)
+    )
 
     def product(name: str, inputs: jax.Array, weight: jax.Array, e: int) -> jax.Array:
         result = jnp.matmul(inputs, weight[e], preferred_element_type=wide)

@@ -8,6 +8,7 @@ import numpy as np
 
 from pallas_kernels.gated_activation.api import Activation, gated_activation
 from pallas_kernels.moe.grouping import group_rows, starts
+from pallas_kernels.moe.mxfp4 import PackedWeight, dequantize
 
 
 def block_rows(num_rows: int, num_experts: int) -> int:
@@ -19,9 +20,9 @@ def block_rows(num_rows: int, num_experts: int) -> int:
 def expert_mlp(
     rows: jax.Array,
     expert: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
+    gate: jax.Array | PackedWeight,
+    up: jax.Array | PackedWeight,
+    down: jax.Array | PackedWeight,
     *,
     activation: Activation,
     beta: float,
@@ -29,7 +30,7 @@ def expert_mlp(
     adapters: Mapping[str, tuple[jax.Array, jax.Array]] | None = None,
 ) -> jax.Array:
     """See `api.expert_mlp`. Memory: N + E * block rows, and one copy of an expert's weights per block."""
-    num_rows, num_experts = rows.shape[0], gate.shape[0]
+    num_rows, num_experts = rows.shape[0], jax.tree.leaves(gate)[0].shape[0]
     wide = np.promote_types(rows.dtype, np.float32)
     block = block_rows(num_rows, num_experts)
     # Every expert's rows padded to whole blocks: at most block - 1 more for each.
@@ -47,13 +48,16 @@ def expert_mlp(
     expert_of_block = jnp.sum((first_slot + padded_counts)[None, :] <= slots[::block, None], axis=1, dtype=jnp.int32)
     expert_of_block = jnp.minimum(expert_of_block, num_experts - 1)
 
-    def weight_of_block(weight: jax.Array) -> jax.Array:
+    def weight_of_block(weight: jax.Array | PackedWeight) -> jax.Array:
+        if isinstance(weight, dict):
+            packed: PackedWeight = jax.tree.map(lambda array: array[expert_of_block], weight)
+            return jnp.swapaxes(dequantize(packed, rows.dtype), 1, 2)
         # Copied in at least float32, so that the blocks' gradients are summed in it.
         return weight.astype(wide)[expert_of_block].astype(rows.dtype)
 
     blocks = rows.at[row].get(mode="fill", fill_value=0, unique_indices=True).reshape(num_blocks, block, -1)
 
-    def product(name: str, inputs: jax.Array, weight: jax.Array) -> jax.Array:
+    def product(name: str, inputs: jax.Array, weight: jax.Array | PackedWeight) -> jax.Array:
         """[n, b, out] in at least float32."""
         result = jnp.einsum("nbi,nio->nbo", inputs, weight_of_block(weight), preferred_element_type=wide)
         for first, second in [adapters[name]] if adapters and name in adapters else []:

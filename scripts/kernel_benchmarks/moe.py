@@ -1,4 +1,4 @@
-"""Routed experts: the whole MLP at several shapes, one grouped product, adapters, and a block of Kimi K3 in MXFP4."""
+"""Routed experts: the MLP at several shapes, one grouped product, adapters, and a block of Kimi K3 in MXFP4."""
 
 from functools import partial
 
@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.gated_activation.api import gated_activation
-from pallas_kernels.moe import hopper, mxfp4
-from pallas_kernels.moe.api import routed_experts
-from pallas_kernels.moe.grouped import BLOCK, Counter, Shape, contract_rows, cut_tiles
+from pallas_kernels.moe import copying, hopper, mxfp4
+from pallas_kernels.moe.api import routed_experts, select_experts, weigh_experts
+from pallas_kernels.moe.contraction import contract_rows
+from pallas_kernels.moe.tiles import BLOCK, Counter, Shape, cut_tiles
 
 MLPS = {  # tokens, experts, experts per token, width, hidden width, activation
     "T16384 E896 top16 D1024 I512": (16384, 896, 16, 1024, 512, "silu"),
@@ -131,66 +132,90 @@ def run(only, median_seconds, report):
         run_block(measure)
 
 
+def draw_packed(key, experts, inputs, outputs):
+    """A packed weight of random codes whose values are of the order of `inputs` to the power -1/2."""
+    codes = jax.random.bits(key, (experts, outputs, inputs // 2), jnp.uint8)
+    scale = 127 + round(np.log2(inputs**-0.5 / 2.93))
+    return {"codes": codes, "scales": jnp.full((experts, outputs, inputs // 32), scale, jnp.uint8)}
+
+
 def run_product(measure):
     """One product of about 32768 rows with 112 experts' [3584, 6144] weights, forward and both gradients."""
     experts, depth, columns = 112, 3584, 6144
     counts = 292 + np.random.default_rng(0).integers(-40, 41, experts)
     num_blocks = jnp.asarray(-(-counts // BLOCK), jnp.int32)
     slots = BLOCK * int(num_blocks.sum())
-    keys = jax.random.split(jax.random.key(1), 3)
+    keys = jax.random.split(jax.random.key(1), 4)
     normal = partial(jax.random.normal, dtype=jnp.bfloat16)
     rows, weight = normal(keys[0], (slots, depth)), normal(keys[1], (experts, depth, columns)) * depth**-0.5
-    gradient, shape = normal(keys[2], (slots, columns)), Shape()
+    gradient, shape, packed = normal(keys[2], (slots, columns)), Shape(), draw_packed(keys[3], experts, depth, columns)
     tiles = cut_tiles(num_blocks, slots // BLOCK, shape.warpgroups)
     flops = 2 * int(counts.sum()) * depth * columns
-    num_bytes = 2 * (int(counts.sum()) * (depth + columns) + experts * depth * columns)
+    activations, elements = 2 * int(counts.sum()) * (depth + columns), experts * depth * columns
 
-    def product(rows, weight, transposed, place):
-        counter = Counter(jnp.minimum(tiles.num_tiles[0], 0) + jnp.zeros(3, jnp.int32), place)
-        return hopper._multiply([(rows, weight)], tiles, counter, shape, transposed=transposed, name="product")
+    def count(place):
+        return Counter(jnp.minimum(tiles.num_tiles[0], 0) + jnp.zeros(3, jnp.int32), place)
+
+    def product(rows, weight, *, by_rows):
+        # Packed weights are [E, out, in].
+        is_packed = isinstance(weight, dict)
+        weight = copying.arrange(mxfp4.PackedWeight(**weight)) if is_packed else weight
+        transposed, place = by_rows != is_packed, int(by_rows)
+        return hopper._multiply([(rows, weight)], tiles, count(place), shape, transposed=transposed, name="product")
 
     def by_weight(rows, gradient):
-        counter = Counter(jnp.minimum(tiles.num_tiles[0], 0) + jnp.zeros(3, jnp.int32), 2)
         first = jnp.cumsum(num_blocks) - num_blocks
-        return contract_rows(rows, [gradient], first, num_blocks, counter=counter, shape=shape, name="by_weight")[0]
+        return contract_rows(rows, [gradient], first, num_blocks, counter=count(2), shape=shape, name="by_weight")[0]
 
     name = "rows 32720 E112 K3584 N6144"
-    measure(f"product {name}", partial(product, transposed=False, place=0), (rows, weight), flops, num_bytes)
-    measure(f"product by rows {name}", partial(product, transposed=True, place=1), (gradient, weight), flops, num_bytes)
-    measure(f"product by weight {name}", by_weight, (rows, gradient), flops, num_bytes)
+    for kind, array, num_bytes in (("", weight, 2 * elements), (" MXFP4", packed, elements * 17 // 32)):
+        num_bytes += activations
+        measure(f"product{kind} {name}", partial(product, by_rows=False), (rows, array), flops, num_bytes)
+        measure(f"product{kind} by rows {name}", partial(product, by_rows=True), (gradient, array), flops, num_bytes)
+    measure(f"product by weight {name}", by_weight, (rows, gradient), flops, activations + 2 * elements)
 
 
 def run_block(measure):
-    """Kimi K3's routed experts on one of 64 devices: 14 of 896 experts, 16384 choices."""
-    experts, width, hidden, choices = 14, 3584, 3072, 16384
-    keys = jax.random.split(jax.random.key(2), 8)
-    index = jax.random.randint(keys[0], (choices, 1), 0, experts, jnp.int32)
-    rows = jax.random.normal(keys[1], (choices, width), jnp.bfloat16)
-    gradient = jax.random.normal(keys[2], (choices, width), jnp.float32)
-    weight = jnp.ones((choices, 1))
+    """The step of a block of Kimi K3 on one of 64 devices: 14 of 896 experts, as many choices as 4096 tokens make.
 
-    def pack(key, inputs, outputs):
-        codes = jax.random.randint(key, (experts, outputs, inputs // 2), 0, 256, jnp.int32).astype(jnp.uint8)
-        return {"codes": codes, "scales": jnp.full((experts, outputs, inputs // 32), 119, jnp.uint8)}
+    The choices that other devices' tokens make of these experts are played by this device's of all others. Weights are
+    frozen; gradients are those of the tokens and, in the last case, of adapters of rank 16.
+    """
+    tokens, width, latent, hidden, shared, experts, total, choices = 4096, 7168, 3584, 3072, 6144, 14, 896, 16
+    keys = iter(jax.random.split(jax.random.key(2), 20))
+    normal = partial(jax.random.normal, dtype=jnp.bfloat16)
 
-    packed = pack(keys[3], width, hidden), pack(keys[4], width, hidden), pack(keys[5], hidden, width)
+    def matrix(*shape):
+        return normal(next(keys), shape) * jnp.bfloat16(shape[-2] ** -0.5)
 
-    def unpack(array):
-        return jnp.swapaxes(mxfp4.dequantize(array, jnp.bfloat16), 1, 2)
+    inputs, gradient = normal(next(keys), (tokens, width)), normal(next(keys), (tokens, width))
+    router = jax.random.normal(next(keys), (width, total)) * width**-0.5
+    outer = matrix(width, latent), matrix(latent, width), matrix(width, shared), matrix(width, shared)
+    outer = *outer, matrix(shared, width)
+    shapes = {"gate": (latent, hidden), "up": (latent, hidden), "down": (hidden, latent)}
+    packed = [draw_packed(next(keys), experts, *shape) for shape in shapes.values()]
+    dense = jax.jit(lambda packed: [jnp.swapaxes(mxfp4.dequantize(w, jnp.bfloat16), 1, 2) for w in packed])(packed)
+    factors = {name: (matrix(experts, i, 16), matrix(experts, 16, o)) for name, (i, o) in shapes.items()}
 
-    def block(rows, weight, gradient, *weights):
-        dense = [unpack(array) if isinstance(array, dict) else array for array in weights]
-        outputs, transpose = jax.vjp(
-            lambda rows, weight: forward(rows, index, weight, *dense, activation="situ"), rows, weight
-        )
+    def block(inputs, factors, weights, router, outer):
+        down, up, shared_gate, shared_up, shared_down = outer
+        logits = jnp.einsum("td,de->te", inputs.astype(jnp.float32), router)
+        index = select_experts(logits, jnp.zeros(total), experts_per_token=choices, scoring="sigmoid").index
+        weight = weigh_experts(logits, index, scoring="sigmoid", renormalise=True, scale=1.0)
+        mixed = forward(inputs @ down, index % experts, weight, *weights, adapters=factors, activation="situ")
+        mixed = mixed * jax.lax.rsqrt(jnp.mean(mixed**2, axis=1, keepdims=True) + 1e-5)
+        of_shared = gated_activation(inputs @ shared_gate, inputs @ shared_up, kind="situ")
+        return mixed.astype(jnp.bfloat16) @ up + of_shared.astype(jnp.bfloat16) @ shared_down
+
+    def step(inputs, factors, weights, router, outer, gradient):
+        outputs, transpose = jax.vjp(partial(block, weights=weights, router=router, outer=outer), inputs, factors)
         return outputs, transpose(gradient)
 
-    flops = 12 * choices * width * hidden
-    measure(
-        "block, bfloat16 weights",
-        block,
-        (rows, weight, gradient, *jax.jit(lambda w: [unpack(a) for a in w])(packed)),
-        flops,
-        0,
-    )
-    measure("block, MXFP4 weights", block, (rows, weight, gradient, *packed), flops, 0)
+    of_tokens = width * (2 * latent + 3 * shared + total)
+    flops = 4 * tokens * (of_tokens + 3 * choices * latent * hidden)
+    for name, weights, adapters in (
+        ("bfloat16 experts", dense, {}),
+        ("MXFP4 experts", packed, {}),
+        ("MXFP4 experts, adapters r16", packed, factors),
+    ):
+        measure(f"block, {name}", step, (inputs, adapters, weights, router, outer, gradient), flops, 0)

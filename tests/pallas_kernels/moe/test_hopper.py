@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import launcher
-from pallas_kernels.moe import hopper
+from pallas_kernels.moe import copying, hopper, mxfp4
 from pallas_kernels.moe.api import expert_mlp, routed_experts
-from pallas_kernels.moe.grouped import BLOCK, cut_tiles
+from pallas_kernels.moe.tiles import BLOCK, Counter, Shape, cut_tiles
 
 needs_simulation = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not end these simulations")
 
@@ -68,17 +68,49 @@ def run(implementation, activation, index, arrays, gradient):
     return outputs, transpose(gradient.astype(outputs.dtype))
 
 
-def assert_near_definition(got, index, arrays, gradient, activation, tolerance):
+def assert_near_definition(got, index, arrays, gradient, activation, tolerance, packed=None):
     """Of weights and adapters, every expert relative to its own scale; exactly zero where it has no rows."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda array: jnp.asarray(np.asarray(array, np.float64)), (arrays, gradient))
-        want = jax.jit(partial(run, "reference", activation))(index, *wide)
+        if packed is None:
+            want = jax.jit(partial(run, "reference", activation))(index, *wide)
+        else:
+            weights = [unpack(weight, np.float64) for weight in packed]
+            want = jax.jit(partial(run_frozen, "reference", activation))(index, *wide, weights)
     for result, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         result, expected = np.asarray(result, np.float64), np.asarray(expected)
         assert result.shape == expected.shape
         axes = (1, 2) if result.ndim == 3 else None
         error, scale = (np.linalg.norm(array, axis=axes) for array in (result - expected, expected))
         assert np.all(error <= tolerance * scale), (result.shape, error, scale)
+
+
+def pack(weight, seed=0):
+    """A packed weight of the shape of `weight` [E, in, out]: random codes, scales that differ a little."""
+    experts, inputs, outputs = weight.shape
+    random = np.random.default_rng(seed)
+    codes = random.integers(0, 256, (experts, outputs, inputs // 2), np.uint8)
+    scales = random.integers(117, 121, (experts, outputs, inputs // 32)).astype(np.uint8)
+    return {"codes": jnp.asarray(codes), "scales": jnp.asarray(scales)}
+
+
+def unpack(packed, dtype=jnp.bfloat16):
+    """[E, in, out]."""
+    return jnp.swapaxes(mxfp4.dequantize(packed, dtype), 1, 2)
+
+
+def run_frozen(implementation, activation, index, arrays, gradient, weights):
+    """As `run` with these weights, which are not differentiated."""
+    rows, weight, _, _, _, adapters = arrays
+    outputs, transpose = jax.vjp(
+        lambda rows, weight, adapters: routed_experts(
+            rows, index, weight, *weights, activation=activation, adapters=adapters, implementation=implementation
+        ),
+        rows,
+        weight,
+        adapters,
+    )
+    return outputs, transpose(gradient.astype(outputs.dtype))
 
 
 def sizes_to_index(sizes, seed=0):
@@ -96,6 +128,17 @@ def test_simulated_kernels_equal_the_definition(sizes, activation, rank):
     with launcher.simulated():
         got = run("pallas", activation, index, arrays, gradient)
     assert_near_definition(got, index, arrays, gradient, activation, 8e-3)
+
+
+@needs_simulation
+@pytest.mark.slow
+def test_simulated_kernels_unpack_weights():
+    index = sizes_to_index((65, 0, 1))
+    arrays, gradient = draw(index, 3, 128, 128, rank=8)
+    packed = [pack(weight, seed) for seed, weight in enumerate(arrays[2:5])]
+    with launcher.simulated():
+        got = run_frozen("pallas", "situ", index, arrays, gradient, packed)
+    assert_near_definition(got, index, arrays, gradient, "situ", 8e-3, packed)
 
 
 @needs_simulation
@@ -165,6 +208,9 @@ def test_what_the_kernels_cannot_take_is_said(rows, gate, choices, message):
     with launcher.simulated():
         reason = hopper.reason_against(rows, choices, gate)
         assert reason is None if message is None else message in reason
+        experts, inputs, outputs = gate.shape
+        packed = {"codes": jax.ShapeDtypeStruct((experts, outputs, inputs // 2), jnp.uint8)}
+        assert hopper.reason_against(rows, choices, packed) == reason
         wide = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
         assert "bfloat16" in hopper.reason_against(wide, choices, gate)
     assert "Hopper" in hopper.reason_against(rows, choices, gate)
@@ -214,34 +260,38 @@ def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map_and_hold_no_bu
 
 
 @pytest.mark.slow
-def test_the_exchange_with_other_devices_compiles_around_the_kernels_and_adapters_cost_no_gradient_of_weights():
+@pytest.mark.parametrize("is_packed", [False, True], ids=["bfloat16", "MXFP4"])
+def test_the_exchange_with_other_devices_compiles_around_the_kernels_and_adapters_cost_no_gradient_of_weights(
+    is_packed,
+):
     pytest.importorskip("jax_cuda13_plugin")
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from mmjax.axes import MESH_AXES
-    from mmjax.parallel.expert import exchange_experts
+    from mmjax.axes import DATA_AXES, MESH_AXES
+    from mmjax.parallel.expert import ExpertExchange, exchange_experts
     from mmjax.parallel.fsdp import make_varying
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2")
     mesh = Mesh(np.array(topology.devices).reshape([2 if axis == "expert" else 1 for axis in MESH_AXES]), MESH_AXES)
     index = jax.ShapeDtypeStruct((256, 2), jnp.int32)
-    (rows, _, *weights, adapters), gradient = jax.eval_shape(lambda: draw(index, 4, 128, 128, rank=8))
+    (rows, _, *weights, adapters), gradient = jax.eval_shape(lambda: draw(index, 4, 256, 384, rank=8))
+    if is_packed:
+        weights = jax.eval_shape(lambda: [pack(weight) for weight in weights])
 
     def step(index, rows, weights, adapters, gradient):
         def loss(rows, adapters):
             own, factors = jax.tree.map(make_varying, (weights, adapters))
-            outputs, _ = exchange_experts(
-                make_varying(rows, ("tensor",)),
+            exchanged = exchange_experts(
+                make_varying(rows, (*DATA_AXES, "tensor")),
                 index,
+                jnp.ones(index.shape, jnp.float32),
                 lambda rows, expert: expert_mlp(
                     rows, expert, *own, activation="situ", adapters=factors, implementation="pallas"
                 ),
-                num_experts=4,
-                capacity_factor=1.25,
-                overflow="rounds",
+                ExpertExchange(num_experts=4, capacity_factor=1.25),
             )
-            return jax.lax.psum(jnp.sum(outputs.astype(jnp.float32) * gradient[:, None, :]), MESH_AXES[1:])
+            return jax.lax.psum(jnp.sum(exchanged.mixed * gradient), MESH_AXES[1:])
 
         return jax.grad(loss, argnums=(0, 1))(rows, adapters)
 
@@ -256,6 +306,13 @@ def test_the_exchange_with_other_devices_compiles_around_the_kernels_and_adapter
         text = jax.jit(step).lower(*arrays).compile().as_text()
     assert "moe_up_first_weights" in text and "moe_down_second_weights" in text
     assert "moe_up_weights" not in text and "moe_down_weights" not in text
+    # Nowhere are a device's two experts unpacked as a whole.
+    assert is_packed != ("bf16[2,256,384]" in text) and is_packed != ("bf16[2,384,256]" in text)
+
+
+def fill_free_memory_with_nan():
+    """What a kernel leaves unwritten is then seen."""
+    jax.block_until_ready(jnp.full((2**29,), jnp.nan))
 
 
 @pytest.mark.gpu
@@ -267,9 +324,52 @@ def test_the_exchange_with_other_devices_compiles_around_the_kernels_and_adapter
 )
 def test_results_on_a_gpu_are_near_float64_and_bitwise_repeatable(sizes, activation):
     index = sizes_to_index(sizes)
-    arrays, gradient = draw(index, len(sizes), 512, 384, rank=16)
-    step = jax.jit(partial(run, "pallas", activation))
+    # One activation where rows are fetched from their tokens' places, the other where they are sorted.
+    arrays, gradient = draw(index, len(sizes), 512, 384 if activation == "situ" else 896, rank=16)
+    step = jax.jit(partial(run, "pallas", activation)).lower(index, arrays, gradient).compile()
+    fill_free_memory_with_nan()
     got, again = (step(index, arrays, gradient) for _ in range(2))
     for first, second in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(first, second)
     assert_near_definition(got, index, arrays, gradient, activation, 8e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rank", "hidden"), [(0, 512), (16, 1024)], ids=["fetched rows", "sorted rows and adapters"])
+@pytest.mark.parametrize("sizes", [(0, 1, 7, 63, 64, 65, 300, 128), (0, 511)], ids=["edges", "all to one"])
+def test_packed_weights_give_on_a_gpu_what_the_unpacked_ones_give(sizes, rank, hidden):
+    index = sizes_to_index(sizes)
+    arrays, gradient = draw(index, len(sizes), 512, hidden, rank)
+    packed = [pack(weight, seed) for seed, weight in enumerate(arrays[2:5])]
+    step = jax.jit(partial(run_frozen, "pallas", "situ"))
+    want = step(index, arrays, gradient, [unpack(weight) for weight in packed])
+    compiled = step.lower(index, arrays, gradient, packed).compile()
+    fill_free_memory_with_nan()
+    got, again = (compiled(index, arrays, gradient, packed) for _ in range(2))
+    for first, second, unpacked in zip(*map(jax.tree.leaves, (got, again, want)), strict=True):
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_array_equal(first, unpacked)
+    assert_near_definition(got, index, arrays, gradient, "situ", 8e-3, packed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_gradient", [False, True], ids=["forward", "by rows"])
+def test_every_byte_with_every_scale_unpacks_exactly_in_a_kernel(is_gradient):
+    codes = jnp.broadcast_to(jnp.arange(256, dtype=jnp.uint8), (1, 256, 256))
+    # Beyond 252 values are infinite, or not numbers.
+    scales = jnp.broadcast_to(jnp.minimum(jnp.arange(256, dtype=jnp.uint8), 252)[:, None], (1, 256, 16))
+    packed = {"codes": codes, "scales": scales}
+    size = 256 if is_gradient else 512
+    rows, num_blocks = jnp.eye(size, dtype=jnp.bfloat16), jnp.full((1,), size // BLOCK, jnp.int32)
+
+    @jax.jit
+    def product(rows, packed):
+        tiles = cut_tiles(num_blocks, size // BLOCK, 2)
+        counter = Counter(jnp.minimum(rows[0, 1].astype(jnp.int32), 0) + jnp.zeros((1,), jnp.int32), 0)
+        return hopper._multiply(
+            [(rows, copying.arrange(packed))], tiles, counter, Shape(), transposed=not is_gradient, name="product"
+        )
+
+    got = np.asarray(product(rows, packed).astype(jnp.float32))
+    want = np.asarray(mxfp4.dequantize(packed, jnp.bfloat16)[0].astype(jnp.float32))
+    np.testing.assert_array_equal(got, want if is_gradient else want.T)

@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.moe.api import expert_mlp
+from pallas_kernels.moe.copying import arrange
 from pallas_kernels.moe.mxfp4 import dequantize, quantize
 
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -80,3 +82,34 @@ def test_arrays_of_different_weights_and_values_that_no_code_has_are_refused():
         quantize(np.zeros((2, 33)))
     with pytest.raises(ValueError, match="not finite"):
         quantize(np.full((1, 32), np.inf))
+
+
+def test_experts_of_packed_weights_are_those_of_the_unpacked_ones_values_and_gradients():
+    random = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        packed = [
+            jax.tree.map(jnp.asarray, quantize(random.normal(size=(3, *shape))))
+            for shape in ((32, 64), (32, 64), (64, 32))
+        ]
+        dense = [jnp.swapaxes(dequantize(weight, np.float64), 1, 2) for weight in packed]
+        rows, expert = jnp.asarray(random.normal(size=(40, 64))), jnp.asarray(random.integers(-1, 3, 40), jnp.int32)
+
+        def run(weights, implementation):
+            value, pull = jax.vjp(
+                lambda rows: expert_mlp(rows, expert, *weights, activation="situ", implementation=implementation), rows
+            )
+            return value, *pull(jnp.cos(value))
+
+        expected = run(dense, "reference")
+        for result in (run(packed, "reference"), jax.jit(run, static_argnums=1)(packed, "xla")):
+            for one, other in zip(result, expected, strict=True):
+                np.testing.assert_allclose(one, other, rtol=0, atol=1e-12 * np.abs(other).max())
+
+
+def test_arranged_scales_lie_by_64_inputs_then_output():
+    scales = np.arange(2 * 4 * 6, dtype=np.uint8).reshape(2, 4, 6)
+    packed = {"codes": jnp.zeros((2, 4, 96), jnp.uint8), "scales": jnp.asarray(scales)}
+    arranged = arrange(packed)
+    assert arranged.shape == (2, 4, 192) and arranged.scales.shape == (2, 3, 2)
+    as_bytes = np.ascontiguousarray(np.asarray(arranged.scales)).view(np.uint8).reshape(2, 3, 4, 2)
+    np.testing.assert_array_equal(as_bytes, scales.reshape(2, 4, 3, 2).swapaxes(1, 2))
