@@ -105,7 +105,8 @@ def _their_logits(original: Path, inputs: list[dict[str, np.ndarray]]) -> list[n
         raise ConfigurationError(
             "--verify", found=str(error), expected="torch and transformers", remedy='pip install "mmjax[parity]"'
         ) from error
-    options: dict[str, Any] = {"dtype": torch.float32}
+    # Without an answer of its own, transformers asks whether to run code that came with the weights.
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
     folder = original
     files = sorted(original.glob("*.gguf")) if original.is_dir() else [original]
     if files:

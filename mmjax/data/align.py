@@ -246,30 +246,42 @@ def _fits(document: Document, data: DataConfig) -> bool:
 
 
 def _without_last_picture(document: Document) -> Document:
-    *kept, span = document.picture_spans()
+    first = _first_clip(document, len(document.pictures) - 1)
+    spans = document.picture_spans()[first:]
+    # Clips of a video lie side by side.
+    span = slice(spans[0].start, spans[-1].stop)
     length = span.stop - span.start
     return dataclasses.replace(
         document,
         tokens=np.delete(document.tokens, span),
         is_supervised=np.delete(document.is_supervised, span),
         is_feature=np.delete(document.is_feature, span),
-        pictures=document.pictures[: len(kept)],
+        pictures=document.pictures[:first],
         is_sound=np.delete(document.is_sound, span),
         answer_start=document.answer_start - (length if span.start < document.answer_start else 0),
     )
 
 
+def _first_clip(document: Document, number: int) -> int:
+    """The first of the clips of the video that picture `number` is one of; itself, if it is a picture."""
+    clip = document.pictures[number].picture
+    if not isinstance(clip, Clip):
+        return number
+    videos_of = [p.picture.video if isinstance(p.picture, Clip) else None for p in document.pictures]
+    return next(n for n, video in enumerate(videos_of) if video is clip.video)
+
+
 def _cut(document: Document, data: DataConfig) -> Document:
-    """The longest beginning that fits; a picture or sound that does not fit whole goes, with all that follows."""
+    """The longest beginning that fits; a medium that does not fit whole goes, with all that follows."""
     stop = data.row_tokens
     media = (
         (document.picture_spans(), [placed.num_patches for placed in document.pictures], data.row_patches),
         (document.sound_spans(), [placed.num_clips for placed in document.sounds], data.row_clips),
     )
-    for spans, sizes, room in media:
-        for span, used in zip(spans, np.cumsum(sizes), strict=True):
+    for is_sound, (spans, sizes, room) in enumerate(media):
+        for number, (span, used) in enumerate(zip(spans, np.cumsum(sizes), strict=True)):
             if span.stop > stop or used > room:
-                stop = min(stop, span.start)
+                stop = min(stop, spans[number if is_sound else _first_clip(document, number)].start)
                 break
     num_pictures, num_sounds = (sum(span.stop <= stop for span in spans) for spans, *_ in media)
     return dataclasses.replace(

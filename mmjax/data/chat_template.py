@@ -37,13 +37,15 @@ class ChatTemplate:
     text: str
     tokens: Mapping[str, str]
 
-    def render(self, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: Any) -> list[str]:
+    def render(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], *, has_clock: bool = True, **variables: Any
+    ) -> list[str]:
         """Each conversation (messages of plain values) as text, up to where the assistant answers.
 
         Raises:
           DataError: the template is broken, refuses a conversation, does what is forbidden, or passes a limit.
         """
-        with TemplateProcess(self) as process:
+        with TemplateProcess(self, has_clock=has_clock) as process:
             return [
                 process.render(messages, name=f"conversation {number}" if len(conversations) > 1 else "", **variables)
                 for number, messages in enumerate(conversations, 1)

@@ -66,8 +66,8 @@ class EvaluationSet:
                     start=document.answer_start,
                     budget=room,
                     question=next((turn.text for turn in sample.messages[::-1] if turn.role == "user"), ""),
-                    # As the tokenizer gives it back: it may lower case, say, what it takes.
-                    reference=tokenizer.decode(tokenizer.encode(sample.messages[-1].text)).strip(),
+                    # As it is written, in whatever a chat template puts around it, and as the tokenizer gives it back.
+                    reference=tokenizer.decode(_answer(document, tokenizer.end_token_id)).strip(),
                     kind=sample.kind,
                     picture=_first_picture(document, data, vision),
                 )
@@ -115,6 +115,12 @@ def _read(document: Document, data: DataConfig, vision: VisionConfig, audio: Aud
 def _without_what_follows(sample: Sample) -> Sample:
     last = max(number for number, message in enumerate(sample.messages) if message.role == "assistant")
     return dataclasses.replace(sample, messages=sample.messages[: last + 1])
+
+
+def _answer(document: Document, end_token_id: int) -> list[int]:
+    """Tokens of the last answer, before the one that ends it."""
+    tokens = document.tokens[document.answer_start :].tolist()
+    return tokens[: tokens.index(end_token_id)] if end_token_id in tokens else tokens
 
 
 def _with_room(document: Document, budget: int, pad_token_id: int) -> Document:

@@ -85,13 +85,22 @@ class ReleasedForm:
     tokenizer_config.json, chat_template.jinja, generation_config.json, config.json
     """
 
-    def __init__(self, folder: Path, data: DataConfig, vision: VisionConfig, template: ChatTemplate | None = None):
-        """`template` in place of the folder's own.
+    def __init__(
+        self,
+        folder: Path,
+        data: DataConfig,
+        vision: VisionConfig,
+        template: ChatTemplate | None = None,
+        *,
+        is_trained: bool = False,
+    ):
+        """`template` in place of the folder's own. `is_trained`: what is spoken to has learned from `conversation`, so
+        prompts have no date either, and `data.end_token` ends an answer whatever the release says.
 
         Raises:
           DataError: a file cannot be used.
         """
-        self._folder, self._data, self._vision = folder, data, vision
+        self._folder, self._data, self._vision, self._is_trained = folder, data, vision, is_trained
         if not (folder / "tokenizer.json").exists():
             there = ", ".join(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else "no folder"
             raise DataError(
@@ -133,7 +142,11 @@ class ReleasedForm:
         for values in (generation, config, text_config if isinstance(text_config, dict) else {}):
             declared = values.get("eos_token_id")
             stops += [token for token in (declared if isinstance(declared, list) else [declared]) if token is not None]
-        stops += [token for token in (self._id_of("eos_token"),) if token is not None]
+        ends = (
+            self._id_of("eos_token"),
+            self._tokenizer.token_to_id(self._data.end_token) if self._is_trained else None,
+        )
+        stops += [token for token in ends if token is not None]
         if wrong := [token for token in stops if not isinstance(token, int) or not 0 <= token < self.vocabulary_size]:
             raise DataError(
                 str(self._folder),
@@ -154,7 +167,7 @@ class ReleasedForm:
         samples = [dataclasses.replace(sample, messages=_questions(sample)) for sample in samples]
         pictures = [[place(picture, s.where, self._data, self._vision) for picture in s.pictures] for s in samples]
         messages = [[self._plain(message, sample.where) for message in sample.messages] for sample in samples]
-        texts = template.render(messages)
+        texts = template.render(messages, has_clock=not self._is_trained)
         return [
             self._with_pictures(sample.where, self._encode(text), placed)
             for sample, text, placed in zip(samples, texts, pictures, strict=True)
@@ -192,10 +205,10 @@ class ReleasedForm:
             )
         tokens: list[int] = []
         supervised: list[bool] = []
-        answer_start = 0
+        answer_start, before = 0, ""
         control = set(self._special.values())
         for number, piece in enumerate(pieces):
-            added = self._encode(piece)
+            added, before = self._encode_behind(before, piece), piece or before
             stop = 0
             if number % 2:
                 answer_start = len(tokens)
@@ -210,6 +223,13 @@ class ReleasedForm:
                     stop = 0
             tokens += added
             supervised += [True] * stop + [False] * (len(added) - stop)
+        if not answer_start:
+            raise DataError(
+                sample.where,
+                found="an answer with nothing before it",
+                expected="a message that it answers",
+                remedy="add one, or remove the record",
+            )
         return self._with_pictures(sample.where, tokens, pictures, supervised, answer_start)
 
     def _with_template(self) -> ChatTemplate:
@@ -286,6 +306,11 @@ class ReleasedForm:
             token for piece in text.split(_CUT) for token in self._tokenizer.encode(piece, add_special_tokens=False).ids
         ]
 
+    def _encode_behind(self, before: str, text: str) -> list[int]:
+        """Ids of marked text that goes on behind another: a tokenizer may put a space before what begins a text."""
+        known, whole = self._encode(before), self._encode(before + text)
+        return whole[len(known) :] if whole[: len(known)] == known else self._encode(text)
+
     def _with_pictures(
         self,
         where: str,
@@ -354,7 +379,7 @@ def trained_form(data: DataConfig, vision: VisionConfig) -> ReleasedForm | None:
             expected="chat_template.jinja, or chat_template in tokenizer_config.json",
             remedy="name the template's file",
         )
-    return ReleasedForm(folder, data, vision, template)
+    return ReleasedForm(folder, data, vision, template, is_trained=True)
 
 
 def _questions(sample: Sample) -> tuple[Message, ...]:

@@ -143,16 +143,15 @@ def test_a_bad_file_is_refused_within_ten_seconds_and_a_gigabyte(tmp_path, kind)
     else:
         (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 900_000) + b'{"a":' + b"[" * 899_995)
     before = sorted(tmp_path.iterdir())
-    started = time.monotonic()
     done = subprocess.run(
-        _limited("-d 976562", _command(tmp_path, tmp_path.with_name("ours"))),
+        # Seconds of a processor: those of the clock are a busy machine's.
+        _limited("-d 976562 -t 10", _command(tmp_path, tmp_path.with_name("ours"))),
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
     assert done.returncode == 4 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr, done.stderr
-    assert time.monotonic() - started < 30
     assert sorted(tmp_path.iterdir()) == before and not tmp_path.with_name("ours").exists()
 
 

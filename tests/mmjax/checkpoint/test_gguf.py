@@ -203,3 +203,15 @@ def test_a_cut_file_is_refused_by_the_tensor_that_lacks(tmp_path, cut):
     file.write_bytes(file.read_bytes()[:-cut])
     with pytest.raises(CheckpointError, match=r"ffn_down.*cut off"):
         open_released(file)
+
+
+@pytest.mark.parametrize("offset", [1 << 62, (1 << 64) - 32, 32, 3], ids=["far", "wrapped", "shared", "unaligned"])
+def test_a_tensor_that_lies_nowhere_or_on_another_is_refused(tmp_path, offset):
+    file = _write(tmp_path / "model.gguf", METADATA, _tensors())
+    content = bytearray(file.read_bytes())
+    # Behind its name stand the number of axes, two axes, the type, and then where it begins.
+    place = content.index(_text("blk.0.ffn_down.weight")) + len(_text("blk.0.ffn_down.weight")) + 4 + 2 * 8 + 4
+    struct.pack_into("<Q", content, place, offset)
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_down\.weight from byte .* expected a place of its own"):
+        open_released(file)

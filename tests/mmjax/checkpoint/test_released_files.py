@@ -230,6 +230,28 @@ def test_a_config_that_no_model_fits_is_refused(tmp_path, releases, run_convert,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        ({"num_experts_per_token": 99}, ["99 of"]),
+        ({"num_experts_per_token": 0}, ["model.moe.experts_per_token"]),
+        ({"num_experts": -1}, ["model.moe.num_experts"]),
+        ({"hidden_size": 64.5, "kv_lora_rank": "wide"}, ["model.width: 64.5", "latent_width: 'wide'"]),
+    ],
+)
+def test_a_mixture_of_experts_that_cannot_be_is_refused_with_all_its_faults(
+    tmp_path, releases, run_convert, capsys, change, messages
+):
+    config = releases.k3_config()
+    folder = releases.write(tmp_path / "source", config, releases.random_tensors(config))
+    config["text_config"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    assert run_convert(folder, tmp_path / "ours") == 2
+    error = capsys.readouterr().err
+    assert all(message in error for message in messages)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
 def _tokenizer(size: int = 20) -> str:
     import tokenizers
 

@@ -1,9 +1,13 @@
 """Verification after a conversion: pictures go through transformers and ours alike."""
 
+import json
+
 import pytest
 
+from mmjax.checkpoint import verify
 from mmjax.checkpoint.verify import compare
 from mmjax.convert import main
+from mmjax.errors import ConfigurationError
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,3 +58,15 @@ def test_pictures_are_compared_too(make, tmp_path):
     for cells in found:
         values = dict(zip(names, map(float, cells), strict=True))
         assert values["relative to the largest logit"] < 1e-4 and values["same likeliest token"] == 1
+
+
+def test_code_that_came_with_weights_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
+    """A person at a terminal would be asked, and might say yes."""
+    monkeypatch.setattr("builtins.input", lambda prompt="": "y")
+    pytest.importorskip("torch")
+    classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k3", "auto_map": classes}))
+    (tmp_path / "code.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
+    with pytest.raises(ConfigurationError, match="custom code which must be executed"):
+        verify._their_logits(tmp_path, [])
+    assert not (tmp_path / "canary").exists()

@@ -85,7 +85,7 @@ def test_batches_are_the_same_in_another_process(mixed):
 def test_batches_are_those_of_the_recorded_pipeline_version(monkeypatch):
     monkeypatch.setattr(digits, "EPOCH_SAMPLES", 256)
     # Raise PIPELINE_VERSION with any change to this value: resumed runs would see other batches.
-    assert (PIPELINE_VERSION, digest(load("digits").batch(7))[:16]) == (3, "7321090d24bb4662")
+    assert (PIPELINE_VERSION, digest(load("digits").batch(7))[:16]) == (4, "7321090d24bb4662")
 
 
 @pytest.mark.parametrize("window", [1, 4, 5, 100])
@@ -278,6 +278,9 @@ def test_a_fingerprint_survives_json_and_every_difference_is_named(mixed, write_
             check_fingerprint(saved, load(mixed[0], **change).fingerprint())
     with pytest.raises(DataError, match="source_digest"):
         check_fingerprint(saved, load(write_records(chat("q", "a"))).fingerprint())
+    other_pixels = VisionConfig(**{**vars(VISION), "pixel_mean": (0.1, 0.2, 0.3)})
+    with pytest.raises(DataError, match="pixel_mean"):
+        check_fingerprint(saved, load(mixed[0], vision=other_pixels).fingerprint())
     with pytest.raises(DataError, match="patch_pixels"):
         check_fingerprint({name: value for name, value in saved.items() if name != "patch_pixels"}, saved)
 

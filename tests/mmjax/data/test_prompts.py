@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from mmjax.config import DataConfig, RunConfig, VisionConfig, check
 from mmjax.data.align import align
 from mmjax.data.loader import Loader, check_fingerprint
-from mmjax.data.prompts import ReleasedForm, TrainingForm, bucket, prompt_batch, read_conversations
+from mmjax.data.prompts import ReleasedForm, TrainingForm, bucket, prompt_batch, read_conversations, trained_form
 from mmjax.data.sources.conversation import Message, Sample
 from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.errors import DataError
@@ -234,6 +234,50 @@ def test_a_conversation_is_learned_as_its_template_writes_it_answers_and_their_e
     assert learned(document) == [*ids("no"), 258] and document.tokens.tolist() == whole.tokens.tolist()
 
 
+def test_a_tokenizer_that_begins_texts_with_a_space_puts_none_before_an_answer(tmp_path):
+    """As those of Llama 2 do: a conversation is what its whole text is, and a prompt with the answer behind it."""
+    letters = {letter: number for number, letter in enumerate("▁abcdefghijklmnopqrstuvwxyz[]")}
+    tokenizer = Tokenizer(models.BPE(letters, [], unk_token="▁"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in ("<s>", "</s>")])
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<s>[i] {{ m.content }} [i]"
+        "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+    )
+    settings = {"tokenizer_config.json": '{"eos_token": "</s>"}', "generation_config.json": None, "config.json": "{}"}
+    files = {"tokenizer.json": tokenizer.to_str(), "chat_template.jinja": template}
+    form = ReleasedForm(write_release(tmp_path, **files, **settings), DATA, TEXT_ONLY)
+    turns = (("user", ("a",)), ("assistant", ("yes",)), ("user", ("b",)), ("assistant", ("no",)))
+    document = form.conversation(sample(*turns))
+    whole = "<s>[i] a [i] yes </s><s>[i] b [i] no </s>"
+    assert document.tokens.tolist() == tokenizer.encode(whole).ids
+    assert document.tokens[: document.answer_start].tolist() == form.chats([sample(*turns)])[0].tokens.tolist()
+    assert learned(document) == tokenizer.encode("yes </s>").ids + tokenizer.encode("no </s>").ids
+
+
+def test_a_run_is_asked_as_it_was_trained_and_stops_where_its_answers_did(tmp_path):
+    dated = "{{ strftime_now('%Y') if strftime_now is defined else 'undated' }}"
+    files = {"chat_template.jinja": dated + TEMPLATE, "generation_config.json": json.dumps({"eos_token_id": 256})}
+    files |= {"config.json": "{}", "tokenizer_config.json": json.dumps({"eos_token": "<s>"})}
+    folder = write_release(tmp_path, **files)
+    data = DataConfig(tokenizer=str(folder / "tokenizer.json"), chat_template=str(folder), end_token="<|im_end|>")
+    form, turns = trained_form(data, TEXT_ONLY), (("user", ("one",)), ("assistant", ("yes",)))
+    assert form is not None and form.stop_tokens == (256, 258)
+    document, (asked,) = form.conversation(sample(*turns)), form.chats([sample(*turns)])
+    assert document.tokens[: document.answer_start].tolist() == asked.tokens.tolist()
+    # Who speaks to the release itself is told the date, and stops where it says.
+    released = ReleasedForm(folder, DATA, TEXT_ONLY)
+    assert released.stop_tokens == (256,)
+    assert released.decode(released.chats([sample(*turns)])[0].tokens.tolist()).startswith("20")
+
+
+def test_an_answer_to_nothing_is_refused(tmp_path):
+    """No position would predict its first token."""
+    form = ReleasedForm(write_release(tmp_path), DATA, TEXT_ONLY)
+    with pytest.raises(DataError, match="an answer with nothing before it"):
+        form.conversation(sample(("assistant", ("yes",))))
+
+
 def test_pictures_stand_in_a_conversation_and_are_not_learned(tmp_path):
     form = ReleasedForm(write_release(tmp_path), DATA, VISION)
     wide = np.zeros((8, 16), np.uint8)
@@ -286,6 +330,13 @@ def test_a_run_reads_its_conversations_by_the_template_and_knows_it_again(tmp_pa
     assert batch.targets[batch.loss_weight > 0].tolist() == [*ids("yes"), 258] * starts
     answers = Loader(data, TEXT_ONLY, 0, "held_out").evaluation().batches()[0].answers
     assert answers[0].reference == "yes" and answers[0].budget == len(ids("yes")) + 2
+    # What a template writes into an answer belongs to what is to be given.
+    thinking = TEMPLATE.replace("{{ m.content | trim }}", "{{ '<think>' if m.role == 'assistant' }}{{ m.content }}")
+    (tmp_path / "thinking.jinja").write_text(thinking)
+    thoughtful = DataConfig(**{**vars(data), "chat_template": str(tmp_path / "thinking.jinja")})
+    asked = Loader(thoughtful, TEXT_ONLY, 0, "held_out").evaluation()
+    assert asked.batches()[0].answers[0].reference == "<think>yes"
+    assert asked.references()[0].tolist() == [261, *ids("yes"), 258, *ids("\n")]
     spaced = TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }} ")
     other = write_release(tmp_path / "other", **{"chat_template.jinja": spaced})
     changed = Loader(DataConfig(**{**vars(data), "chat_template": str(other)}), TEXT_ONLY, 0)

@@ -143,3 +143,16 @@ def test_clips_are_decoded_once_a_video(tmp_path, monkeypatch):
     [(document, patches, _)] = loader.read_row(loader.planned_rows(0)[0], 0)
     assert len(count) == 1 and len(patches) == 48
     assert all(isinstance(placed.picture, Clip) for placed in document.pictures)
+
+
+@pytest.mark.parametrize("policy", ["drop_image", "truncate"])
+def test_a_video_too_long_for_a_row_goes_whole_and_leaves_what_is_before_it(policy, tmp_path):
+    write(tmp_path / "a.png", 4)
+    write(tmp_path / "b.png", 12)
+    turns = [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "yes"}]
+    turns += [{"from": "human", "value": "<video>"}, {"from": "gpt", "value": "no"}]
+    record = {"conversations": turns, "videos": ["a.png", "b.png"]}
+    # A clip of four frames takes 16 patches: one of the first video and two of the second's three would fit.
+    batch = load(tmp_path, [], record, too_long=policy, row_patches=48).batch(0)
+    assert (batch.feature_index[0] >= 0).sum() == 1 and batch.patch_segment_ids.max() == 1
+    assert batch.loss_weight.sum() == {"drop_image": len("yes") + len("no") + 2, "truncate": len("yes") + 1}[policy]
