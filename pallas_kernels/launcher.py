@@ -69,6 +69,24 @@ def vary_together(*arrays: jax.Array) -> list[jax.Array]:
     ]
 
 
+def traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function(options, *arrays)`, traced and lowered once for equal options and shapes, however many layers call it.
+
+    Tracing and lowering one kernel takes up to a second.
+    """
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def run(_: bool, options: Any, *arrays: Any) -> Any:
+        return function(options, *arrays)
+
+    @functools.wraps(function)
+    def call(options: Any, *arrays: Any) -> Any:
+        # Simulated kernels are other programs.
+        return run(_is_simulated.get(), options, *arrays)
+
+    return call
+
+
 @functools.cache
 def log_once(message: str) -> None:
     """Log which implementation was taken, each message once a process."""

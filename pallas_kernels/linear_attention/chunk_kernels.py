@@ -72,14 +72,15 @@ class _Pairs:
         """The column's token lies before the row's, in its document."""
         return (self.column < self.row) & (self.column >= self.first)
 
-    def not_later(self):
-        return (self.column <= self.row) & (self.column >= self.first)
+    def reached(self):
+        """The column's token decays what the row's reads: not if first of its document, where nothing is carried."""
+        return (self.column <= self.row) & (self.column > self.first)
 
     def later(self):
         return (self.column > self.row) & (self.column <= self.last)
 
-    def not_earlier(self):
-        return (self.column >= self.row) & (self.column <= self.last)
+    def reaching(self):
+        return (self.column >= self.row) & (self.column <= self.last) & (self.row > self.first)
 
     def same(self):
         return self.row == self.column
@@ -202,7 +203,7 @@ def _pairs(
     beta = beta_ref[...][:, None]
     if decay_ref.ndim == 1:
         depth_ref[...] = jnp.zeros((CHUNK,), jnp.float32)
-        sums = _masked_sums(pairs.not_later(), decay_ref[...][:, None] * LOG2_E, dtype)
+        sums = _masked_sums(pairs.reached(), decay_ref[...][:, None] * LOG2_E, dtype)
         sums_ref[...] = sums.reshape(-1)
         between = _between(sums, pairs.earlier(), interpret)
         products = _dot(query_ref[...], key_ref[...], transpose_b=True) * between
@@ -211,7 +212,7 @@ def _pairs(
 
         def add_up(columns, least):
             decays = decay_ref[:, columns] * LOG2_E
-            sums_ref[:, columns] = _masked_sums(pairs.not_later(), decays, dtype)
+            sums_ref[:, columns] = _masked_sums(pairs.reached(), decays, dtype)
             return jnp.minimum(least, jnp.min(decays))
 
         is_steep = _over_columns(sums_ref, block, add_up, 0.0) < -DEEPEST / (TILE - 1)
@@ -238,25 +239,22 @@ def _pairs(
                 lambda columns: (decay.halves(sums_ref[:, columns], columns, size),) * 2, is_closer, products_and_lower
             )
 
-        def add_tiles(products_and_lower, depth):
-            def factors(columns):
-                return decay.in_tile(sums_ref[:, columns], columns)
-
-            is_closer = (pairs.differing_bits() < TILE) & (depth <= DEEPEST)[:, None]
-            return *add_products(factors, is_closer, products_and_lower), depth
-
-        def add_small_sizes(products_and_lower):
+        def add_small_sizes(pair_products):
             depth = _over_columns(sums_ref, block, decay.deepen, jnp.zeros((CHUNK,), jnp.float32))
-            return add_tiles(_over_small_sizes(add_halves, products_and_lower), depth)
+            return *_over_small_sizes(add_halves, pair_products), depth
 
-        def skip_small_sizes(products_and_lower):
-            return add_tiles(products_and_lower, jnp.zeros((CHUNK,), jnp.float32))
+        def skip_small_sizes(pair_products):
+            return *pair_products, jnp.zeros((CHUNK,), jnp.float32)
 
         zeros = jnp.zeros((CHUNK, CHUNK), jnp.float32)
         pair_products = zeros, zeros
         for size in (32, 16):
             pair_products = add_halves(size, pair_products)
-        products, lower, depth_ref[...] = lax.cond(is_steep, add_small_sizes, skip_small_sizes, pair_products)
+        *pair_products, depth = lax.cond(is_steep, add_small_sizes, skip_small_sizes, pair_products)
+        depth_ref[...] = depth
+        is_in_tile = (pairs.differing_bits() < TILE) & (depth <= DEEPEST)[:, None]
+        factors = lambda columns: decay.in_tile(sums_ref[:, columns], columns)  # noqa: E731
+        products, lower = add_products(factors, is_in_tile, pair_products)
 
     def multiply(columns, total):
         query, key = query_ref[:, columns].astype(jnp.float32), key_ref[:, columns].astype(jnp.float32)
@@ -367,6 +365,23 @@ def scan_back(
     first_gradient_ref[...] = lax.fori_loop(0, chunks, step, last_gradient_ref[...])
 
 
+def value_gradients(value_ref, beta_ref, solved_ref, by_key_ref, value_gradient_ref, beta_gradient_ref, *, interpret):
+    """Of the value, and of beta by the value, which is added to what the keys give."""
+    del interpret
+    solved = solved_ref[...].astype(jnp.float32)
+    value_gradient_ref[...] = (beta_ref[...][:, None] * solved).astype(value_ref.dtype)
+    beta_gradient_ref[...] = by_key_ref[...] + jnp.sum(solved * value_ref[...].astype(jnp.float32), axis=1)
+
+
+def _once(ref):
+    array = ref[...]
+    return lambda: array
+
+
+def _every_time(ref):
+    return lambda: ref[...]
+
+
 def gradients(
     query_ref, key_ref, value_ref, sums_ref, depth_ref, beta_ref, first_ref, last_ref, state_ref, state_gradient_ref,
     written_ref, solved_ref, output_gradient_ref,
@@ -402,15 +417,10 @@ def gradients(
         return total + jnp.sum(output_gradient_ref[:, columns].astype(jnp.float32) * written, axis=1)
 
     itself = _over_columns(value_ref, block, add_written, jnp.zeros((CHUNK,), jnp.float32))[:, None]
-    # For all blocks of columns, where the compiler keeps them in shared memory.
-    written, solved, output_gradient = written_ref[...], solved_ref[...], output_gradient_ref[...]
-    if is_scalar:
-        pair_matrices = [products_ref[...], lower_ref[...]]
-    else:
-        pair_matrices = {
-            size: [plt.load(ref.at[...], mask=_tiles_apart(size), other=0.0) for ref in (products_ref, lower_ref)]
-            for size in (32, 16, 1)
-        }
+    # With one decay a head the compiler may keep these in shared memory; else that space hides more latency.
+    read = _once if is_scalar else _every_time
+    written, solved, output_gradient = read(written_ref), read(solved_ref), read(output_gradient_ref)
+    pair_matrices = read(products_ref), read(lower_ref)
 
     def finish_keys(columns, carry):
         beta_gradient, scalar_sums_gradient = carry
@@ -420,16 +430,16 @@ def gradients(
         state_gradient = state_gradient_ref[columns, :]
         carried = jnp.sum(state_ref[columns, :].astype(jnp.float32) * state_gradient.astype(jnp.float32), axis=1)[None]
         to_end = jnp.where(pairs.writing, _exp2(end - sums, interpret), 0)
-        key_gradient = to_end * _dot(written, state_gradient, transpose_b=True)
+        key_gradient = to_end * _dot(written(), state_gradient, transpose_b=True)
         leaving = key * key_gradient
         end_gradient = jnp.sum(leaving, axis=0)[None] + jnp.where(pairs.is_kept, _exp2(end, interpret), 0) * carried
         sums_gradient = jnp.where(pairs.is_end, end_gradient, 0) - leaving
         # From the state that enters.
         from_start = jnp.where(pairs.seen, _exp2(sums, interpret), 0)
-        from_state = from_start * _dot(solved, state_ref[columns, :], transpose_b=True)
+        from_state = from_start * _dot(solved(), state_ref[columns, :], transpose_b=True)
         key_gradient -= beta * from_state
         sums_gradient -= beta * key * from_state
-        query_gradient = from_start * _dot(output_gradient, state_ref[columns, :], transpose_b=True)
+        query_gradient = from_start * _dot(output_gradient(), state_ref[columns, :], transpose_b=True)
         sums_gradient += query * query_gradient
         # A token with itself does not decay.
         query_gradient += itself * key
@@ -456,6 +466,9 @@ def gradients(
             sums_gradient = multiply_add(-decayed_key.astype(jnp.float32), by_early_key, sums_gradient)
             return query_gradient, key_gradient, sums_gradient, by_beta
 
+        def masked(mask):
+            return [plt.load(ref.at[...], mask=mask, other=0.0) for ref in (products_ref, lower_ref)]
+
         def add_small_size(size, gradients):
             _barrier(interpret)  # lest the compiler load outside the loop and hold
             is_at_size = (pairs.differing_bits() >= size) & (pairs.differing_bits() < 2 * size)
@@ -466,28 +479,22 @@ def gradients(
             factors = decay.halves(sums, columns, size)
             return add_pairs((factors, factors), (products, lower), gradients)
 
-        def add_all_small_sizes(gradients):
-            gradients = _over_small_sizes(add_small_size, gradients)
-            chosen = (depth_ref[...] <= DEEPEST)[:, None]
-            products, lower = (jnp.where(chosen, array, jnp.zeros_like(array)) for array in pair_matrices[1])
-            return add_pairs(decay.in_tile(sums, columns), (products, lower), gradients)
-
-        def add_tiles(gradients):
-            return add_pairs(decay.in_tile(sums, columns), pair_matrices[1], gradients)
-
         multiply_add = functools.partial(_multiply_add, interpret=interpret)
         by_beta = key * -from_state
         gradients = query_gradient, key_gradient, sums_gradient, by_beta
         if is_scalar:
             ones = jnp.ones((CHUNK, 1), jnp.float32)
-            gradients = add_pairs((ones, ones), pair_matrices, gradients)
+            gradients = add_pairs((ones, ones), [matrix() for matrix in pair_matrices], gradients)
         else:
             decay = _Decay(sums_ref, first_ref, interpret)
             for size in (32, 16):
                 factors = decay.halves(sums, columns, size)
-                gradients = add_pairs((factors, factors), pair_matrices[size], gradients)
-            is_steep = jnp.max(depth_ref[...]) > DEEPEST
-            gradients = lax.cond(is_steep, add_all_small_sizes, add_tiles, gradients)
+                gradients = add_pairs((factors, factors), masked(_tiles_apart(size)), gradients)
+            depth = depth_ref[...]
+            small_sizes = functools.partial(_over_small_sizes, add_small_size)
+            gradients = lax.cond(jnp.max(depth) > DEEPEST, small_sizes, lambda gradients: gradients, gradients)
+            in_tile = masked(_tiles_apart(1) & (depth <= DEEPEST)[:, None])
+            gradients = add_pairs(decay.in_tile(sums, columns), in_tile, gradients)
         query_gradient, key_gradient, sums_gradient, by_beta = gradients
         beta_gradient += jnp.sum(by_beta, axis=1)
         query_gradient_ref[:, columns] = query_gradient.astype(dtype)
@@ -495,7 +502,7 @@ def gradients(
         if is_scalar:
             scalar_sums_gradient += jnp.sum(sums_gradient, axis=1)
         else:
-            decay_gradient_ref[:, columns] = _masked_sums(pairs.not_earlier(), sums_gradient, dtype)
+            decay_gradient_ref[:, columns] = _masked_sums(pairs.reaching(), sums_gradient, dtype)
         return beta_gradient, scalar_sums_gradient
 
     beta_gradient, sums_gradient = _over_columns(
@@ -503,4 +510,4 @@ def gradients(
     )
     beta_gradient_ref[...] = beta_gradient
     if is_scalar:
-        decay_gradient_ref[...] = _masked_sums(pairs.not_earlier(), sums_gradient[:, None], dtype).reshape(-1)
+        decay_gradient_ref[...] = _masked_sums(pairs.reaching(), sums_gradient[:, None], dtype).reshape(-1)

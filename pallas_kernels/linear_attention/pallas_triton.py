@@ -3,7 +3,8 @@
 Each chunk by itself: `prepare` makes the matrices of pairs of tokens, inverts one, and makes what the tokens read from
 the state and write into it (`parts_of_tokens` does the latter again for the backward pass). `scan` carries the state
 over chunks and writes the output, or, for the backward pass, the states and what each token writes; `scan_back` carries
-the state's gradient from the last chunk to the first; `gradients`, each chunk by itself, finishes.
+the state's gradient from the last chunk to the first; `gradients`, each chunk by itself, finishes. With one decay a
+channel, none deeper in a tile than `DEEPEST`, and widths of 128 the kernel of `hopper` takes its place.
 """
 
 import functools
@@ -17,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import launcher
-from pallas_kernels.linear_attention import chunk_kernels
+from pallas_kernels.linear_attention import chunk_kernels, hopper
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
 from pallas_kernels.linear_attention.documents import document_starts, per_value_head, starting_state
 
@@ -131,9 +132,14 @@ def _backward(settings, saved, gradients):
     state_gradients, solved, initial_gradient = call.scan_back(
         parts, products, inverse, output_gradient, state_gradient
     )
-    query_gradient, key_gradient, value_gradient, decay_gradient, beta_gradient = call.gradients(
-        query, key, value, sums, depth, beta, first, last, states, state_gradients, written, solved, output_gradient
-    )
+    tokens = query, key, value, sums, depth, beta, first, last
+    of_chunks = states, state_gradients, written, solved, output_gradient
+    if not call.is_on_hopper:
+        gradients = call.gradients(*tokens, *of_chunks)
+    else:
+        is_deep = jnp.max(depth) > chunk_kernels.DEEPEST
+        gradients = lax.cond(is_deep, call.gradients, call.gradients_on_hopper, *tokens, *of_chunks)
+    query_gradient, key_gradient, value_gradient, decay_gradient, beta_gradient = gradients
     query_gradient, key_gradient = (_sum_groups(array, query) for array in (query_gradient, key_gradient))
     return query_gradient, key_gradient, value_gradient, decay_gradient, beta_gradient, None, None, initial_gradient
 
@@ -168,6 +174,8 @@ class _Calls:
         self.key_width, self.group = query.shape[3], self.heads // query.shape[2]
         self.chunks = self.length // CHUNK
         self.decay_width = log_decay.shape[3:]
+        refused = log_decay.ndim == 3 or hopper.reason_against(self.key_width, self.value_width)
+        self.is_on_hopper = not (settings.interpret or refused)
         self.manual_axis_type = jax.typeof(query).manual_axis_type
 
     def shape(self, *shape: int, dtype=None) -> jax.ShapeDtypeStruct:
@@ -305,6 +313,25 @@ class _Calls:
             output_gradient,
             state_gradient,
         )
+
+    def gradients_on_hopper(
+        self, query, key, value, sums, depth, beta, first, last, states, state_gradients, written, solved, *of_output
+    ):
+        del depth
+        query_gradient, key_gradient, decay_gradient, by_key = hopper.gradients(
+            query, key, sums, beta, first, last, states, state_gradients, written, solved, *of_output
+        )
+        token, *_ = self.chunk_specs()
+        values = token(self.value_width)
+        value_gradient, beta_gradient = self.call(
+            chunk_kernels.value_gradients,
+            (self.heads, self.chunks, self.batch),
+            [values, token(), values, token()],
+            [values, token()],
+            [self.tokens(self.value_width), self.tokens(dtype=jnp.float32)],
+            warps=self.settings.gradient_warps,
+        )(value, beta, solved, by_key)
+        return [query_gradient, key_gradient, value_gradient, decay_gradient, beta_gradient]
 
     def gradients(self, query, key, value, sums, depth, beta, first, last, states, state_gradients, *of_values):
         token, chunk, keys, bounds = self.chunk_specs()

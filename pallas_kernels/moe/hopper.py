@@ -337,6 +337,7 @@ def _count(choices: Plan) -> Iterator[Counter]:
     return (Counter(zeros, place) for place in range(16))
 
 
+@launcher.traced_once
 def _forward(options: Options, rows, index, weight, gate, up, down, adapters: Adapters):
     shape = _shape(gate)
     choices = plan(index, gate.shape[0])
@@ -361,6 +362,7 @@ def _forward(options: Options, rows, index, weight, gate, up, down, adapters: Ad
     return add_choices(outputs, choices.slot, weight), kept
 
 
+@launcher.traced_once
 def _backward(options: Options, kept, d_outputs):
     rows, narrow, choices, weight, gate, up, down, adapters, gate_values, up_values = kept
     shape = _shape(gate)

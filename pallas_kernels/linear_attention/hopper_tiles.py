@@ -1,0 +1,203 @@
+"""Matrices [64, 64] that a warpgroup holds as tensor cores read and leave them, in Pallas Mosaic GPU for Hopper.
+
+Each of its four warps holds a tile of 16 rows.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import launcher
+from pallas_kernels.linear_attention.chunk_kernels import CHUNK, TILE, TILE_BITS
+
+HALF = 64
+"""Columns: key channels of one warpgroup."""
+
+
+def product(*factors: tuple[Any, Any]) -> jax.Array:
+    """Sum of products [64, C] @ [C, 64], of bfloat16 in float32."""
+    if launcher.is_simulated():  # which takes no left factor in registers
+        products = [jnp.dot(left[...], right[...], preferred_element_type=jnp.float32) for left, right in factors]
+        return sum(products[1:], products[0])
+
+    def scope(total):
+        for left, right in factors:
+            plgpu.wgmma(total, left, right)
+        plgpu.wgmma_wait(0)
+        return total[...]
+
+    return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((CHUNK, HALF)))
+
+
+def turned(ref: Any) -> Any:
+    return ref[...].T if launcher.is_simulated() else ref.transpose((1, 0))
+
+
+def down(vector: jax.Array) -> jax.Array:
+    """One number a row, for all columns."""
+    return lax.broadcast_in_dim(vector, (CHUNK, HALF), (0,))
+
+
+def across(vector: jax.Array) -> jax.Array:
+    """One number a column, for all rows."""
+    return lax.broadcast_in_dim(vector, (CHUNK, HALF), (1,))
+
+
+def ones() -> jax.Array:
+    array = jnp.ones((CHUNK, CHUNK), jnp.bfloat16)
+    return array if launcher.is_simulated() else plgpu.layout_cast(array, plgpu.Layout.WGMMA)
+
+
+def iota(dimension: int) -> jax.Array:
+    """The row or column of each entry [64, 64], computed anew wherever it is used: registers are scarce."""
+    if launcher.is_simulated():
+        return lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), dimension)
+    result = plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.int32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(return_type=result)
+    def number(_):
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, vector
+
+        whole = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), whole)
+        thread = _thread()
+        if dimension == 0:  # Of a warp's 32 threads four hold a row and the one 8 rows below.
+            first = arith.andi(arith.shrui(thread, utils.c(2, whole)), utils.c(7, whole))
+            first = arith.addi(first, arith.shli(_warp(thread), utils.c(TILE_BITS, whole)))
+        else:
+            first = arith.shli(arith.andi(thread, utils.c(3, whole)), utils.c(1, whole))
+        layout = fragmented_array.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((CHUNK, CHUNK)), dtype=object)
+        for place in np.ndindex(registers.shape):
+            # The second number counts pieces of 8 columns, the fifth of 8 rows.
+            start = arith.addi(first, utils.c(8 * place[4 if dimension == 0 else 1], whole))
+            values = [start, start if dimension == 0 else arith.addi(start, utils.c(1, whole))]
+            registers[place] = vector.from_elements(pair, values)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    return number()  # pyright: ignore[reportCallIssue]
+
+
+def column_layout() -> Any:
+    return plgpu.Layout.WGMMA.reduce(0)
+
+
+def within(start: jax.Array, length: jax.Array) -> jax.Array:
+    """The column is one of `length` from `start` on; both [64, 64] int32. One comparison, of unsigned numbers."""
+    return (iota(1) - start).astype(jnp.uint32) < length.astype(jnp.uint32)
+
+
+def matrix(ref: Any) -> jax.Array:
+    return launcher.load(ref, plgpu.Layout.WGMMA)
+
+
+def row(ref: Any) -> jax.Array:
+    return launcher.load(ref, launcher.row_layout())
+
+
+def _thread() -> Any:
+    """The thread's number. Read anew each time: what follows from it is then not kept from one chunk to the next."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    whole = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(whole, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+
+
+def _warp(thread: Any) -> Any:
+    """Within a warpgroup, in which each of four warps holds a tile of 16 rows."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    whole = ir.IntegerType.get_signless(32)
+    return arith.andi(arith.shrui(thread, utils.c(5, whole)), utils.c(3, whole))
+
+
+def choose_tiles(matrix: jax.Array, is_chosen: Callable[[int, int], bool]) -> jax.Array:
+    """[64, 64] bfloat16 where the tiles of row and column are chosen, by constants and a range of rows; else zero."""
+    if launcher.is_simulated():
+        row, column = iota(0) // TILE, iota(1) // TILE
+        tiles = [(one, other) for one in range(4) for other in range(4) if is_chosen(one, other)]
+        masks = [(row == one) & (column == other) for one, other in tiles]
+        return jnp.where(functools.reduce(jnp.logical_or, masks), matrix, 0)
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def choose(_, array):
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith
+
+        pair, warp, registers = ir.IntegerType.get_signless(32), _warp(_thread()), array.registers.copy()
+        zero = utils.c(0, pair)
+        for place in np.ndindex(registers.shape):
+            # The second number counts pieces of 8 columns.
+            rows = [row for row in range(4) if is_chosen(row, place[1] * 8 // TILE)]
+            value = utils.bitcast(registers[place], pair) if rows else zero
+            if rows and rows[0] > 0:
+                is_inside = arith.cmpi(arith.CmpIPredicate.sge, warp, utils.c(rows[0], pair))
+                value = arith.select(is_inside, value, zero)
+            if rows and rows[-1] < 3:
+                is_inside = arith.cmpi(arith.CmpIPredicate.sle, warp, utils.c(rows[-1], pair))
+                value = arith.select(is_inside, value, zero)
+            registers[place] = utils.bitcast(value, registers[place].type)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+    return choose(matrix)  # pyright: ignore[reportCallIssue]
+
+
+def rows_of_tiles(table: Any, rows: Sequence[int]) -> jax.Array:
+    """[64, 64] whose rows in tile n of four are row `rows[n]` of a table in shared memory."""
+    if launcher.is_simulated():
+        return jnp.concatenate([jnp.broadcast_to(table[row][None], (TILE, HALF)) for row in rows])
+    result = plgpu.ShapeDtypeStruct((CHUNK, HALF), jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def spread(_, table):
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, vector
+
+        number, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        packed = utils.c(sum(row << 4 * tile for tile, row in enumerate(rows)), number)
+        thread = _thread()
+        shift = arith.shli(_warp(thread), utils.c(2, number))
+        row = arith.andi(arith.shrui(packed, shift), utils.c(15, number))
+        row = arith.index_cast(ir.IndexType.get(), row)
+        lane = arith.andi(thread, utils.c(3, number))
+        lane = arith.index_cast(ir.IndexType.get(), arith.shli(lane, utils.c(1, number)))
+        layout = fragmented_array.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((CHUNK, HALF)), dtype=object)
+        for piece in range(registers.shape[1]):
+            column = arith.addi(lane, utils.c(8 * piece, ir.IndexType.get()))
+            registers[:, piece] = vector.load(ir.VectorType.get((2,), single), table, [row, column])
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return spread(table)  # pyright: ignore[reportCallIssue]
+
+
+def rounded(array: jax.Array) -> jax.Array:
+    """Float32 with no more digits than bfloat16; cheaper than there and back."""
+    bits = lax.bitcast_convert_type(array, jnp.int32)
+    return lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)
+
+
+def parts(array: jax.Array, count: int) -> list[jax.Array]:
+    """An array in float32 as a sum of arrays in bfloat16."""
+    parts = []
+    for _ in range(count):
+        part = rounded(array)
+        parts.append(part.astype(jnp.bfloat16))
+        array = array - part
+    return parts
