@@ -13,6 +13,7 @@ import pytest
 from mmjax import convert, train
 from mmjax.checkpoint import safetensors_files
 from mmjax.checkpoint.arrays import ArrayReader
+from mmjax.checkpoint.codecs import decode_mxfp4
 from mmjax.checkpoint.manifest import write_manifest
 from mmjax.checkpoint.peft import CONFIG, WEIGHTS
 from mmjax.config import MeshConfig, RunConfig, from_yaml, saved
@@ -221,6 +222,15 @@ def test_merging_changes_what_was_adapted_and_nothing_else(runs, weights, tmp_pa
     base = ArrayReader(weights / "arrays").read(path)
     expected = base + 2.0 * np.einsum("ndr,nrhk->ndhk", down, up)
     np.testing.assert_allclose(reader.read(path), expected, rtol=1e-6, atol=1e-7)
+    # Experts: the numbers of the codes, and the adapters' share of them, rounded once.
+    packed = ArrayReader(weights / "arrays")
+    (codes,) = (name for name in packed.names if name.endswith("mlp.down_codes"))
+    path = codes.removesuffix("_codes")
+    plain = decode_mxfp4(packed.read(codes), packed.read(f"{path}_scales")).swapaxes(-1, -2).astype(np.float32)
+    down, up = step[f"parameters.{path}.down"], step[f"parameters.{path}.up"]
+    merged = plain + 2.0 * np.einsum("neir,nero->neio", down, up)
+    assert np.abs(merged - plain).max(axis=(-1, -2)).min() > 0
+    np.testing.assert_array_equal(reader.read(path), merged.astype(reader.read(path).dtype))
 
 
 def test_a_run_says_which_export_it_needs(runs, tmp_path, capsys):
