@@ -43,8 +43,8 @@ EXIT_STOPPED_AT_ONCE = 130
 class Command:
     """Train a model, or adapters on it. The same run folder again goes on from its latest complete checkpoint.
 
-    Settings come from the defaults, an experiment or a file, then from the model of `--weights`, then from the options
-    below.
+    Settings come from the defaults, an experiment or a file, then from the model of `--weights` and the tower of
+    `--audio-weights`, then from the options below.
 
     python -m mmjax.train --experiment digits_cpu --mesh fsdp=2,expert=2 --optimizer.learning-rate 1e-3
     python -m mmjax.train --weights CONVERTED --lora.rank 16 --lora.targets q_proj v_proj
@@ -97,6 +97,7 @@ def read_command(arguments: Sequence[str]) -> Command:
     scan.add_argument("--experiment", nargs="?", default="")
     scan.add_argument("--config", nargs="?", default="")
     scan.add_argument("--weights", nargs="?", default="")
+    scan.add_argument("--audio-weights", nargs="?", default="")
     start, _ = scan.parse_known_args(arguments)
     if start.experiment and start.config:
         raise ConfigurationError(
@@ -114,6 +115,11 @@ def read_command(arguments: Sequence[str]) -> Command:
         # What is computed again in the backward pass, and how much at a time, is a matter of the run.
         given = ("remat", "remat_keep", "remat_offload", "loss_chunk_tokens")
         model = dataclasses.replace(read_model(weights), **{name: getattr(settings.model, name) for name in given})
+        settings = dataclasses.replace(settings, model=model)
+    if audio_weights := start.audio_weights or (start.experiment and settings.audio_weights):
+        from mmjax.checkpoint.tower_weights import read_audio
+
+        model = dataclasses.replace(settings.model, audio=read_audio(audio_weights, settings.model.audio))
         settings = dataclasses.replace(settings, model=model)
     command = tyro.cli(Command, default=Command(settings=settings), args=arguments, prog="python -m mmjax.train")
     is_dtype_given = any(one.replace("_", "-").startswith("--model.parameter-dtype") for one in arguments)

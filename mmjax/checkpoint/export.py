@@ -51,12 +51,11 @@ def run_arrays(step: Path, model: ModelConfig | None = None) -> tuple[Read, set[
     }
     if model is None or not model.pipeline_stages:
         return (lambda path, index: reader.read(places[path], index)), set(places)
-    relayout, back = Relayout(model, without_pipeline(model)), Relayout(without_pipeline(model), model)
+    relayout = Relayout(model, without_pipeline(model))
     for path, place in places.items():
         # Read so that all of the array is compared with its digest.
-        for slot, row in enumerate(back.rows(path) or ()):
-            if row is None:
-                reader.read(place, (slot,))
+        for slot in relayout.empty_slots(path):
+            reader.read(place, (slot,))
 
     def read(path: str, index: tuple[int, ...]) -> np.ndarray:
         if (rows := relayout.rows(path)) is None:

@@ -486,6 +486,10 @@ def _pipeline_faults(config: RunConfig) -> Iterator[Fault]:
     elif stages and stages[0] < len(model.vision.deep_layers):
         remedy = f"give the first stage at least {len(model.vision.deep_layers)}: deep features are added to its layers"
         yield Fault(path="model.pipeline_stages", found=f"{list(stages)}", remedy=remedy)
+    expert_devices = math.prod(config.mesh.sizes[axis] for axis in axes.MESH_AXES_OF_EXPERTS[model.moe.expert_axes])
+    if model.moe.transport == "ring" and expert_devices > 1:
+        remedy = "give all_to_all: a ring's permutations wait for the devices of all stages, which do other work"
+        yield Fault(path="model.moe.transport", found=f"'ring' with mesh.pipe={pipe}", remedy=remedy)
     if training.pipeline_edges == "data_parallel" and training.accumulation % pipe:
         yield Fault(
             path="training.accumulation",
@@ -506,6 +510,11 @@ def _adapter_faults(config: RunConfig) -> Iterator[Fault]:
     moe, mesh, model = config.model.moe, config.mesh, config.model
     if not config.lora.targets:
         yield Fault(path="lora.targets", found="nothing", remedy="give all-linear, names or regular expressions")
+    if config.audio_weights and config.lora.rank:
+        found = f"{config.audio_weights!r} with lora.rank={config.lora.rank}: a projector of random numbers, frozen"
+        yield Fault(path="audio_weights", found=found, remedy="train the whole model first, or leave the tower out")
+    if config.audio_weights and not model.audio.is_present:
+        yield Fault(path="audio_weights", found="weights for model.audio.num_layers=0", remedy="give the tower's sizes")
     if moe.expert_storage == "dense" or moe.num_dense_layers == model.num_layers:
         return
     if not config.lora.rank:

@@ -15,6 +15,7 @@ _MAY_CHANGE = (
     "run_dir",
     # Where they lie: that they are the same is checked by their digest.
     "weights",
+    "audio_weights",
     "mesh.",
     "checkpoint.",
     "training.",

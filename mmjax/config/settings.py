@@ -598,6 +598,9 @@ class RunConfig:
     seed: int = 0
     weights: str = ""
     """Folder of a converted checkpoint to start from; empty starts from random numbers."""
+    audio_weights: str = ""
+    """Folder of a released Whisper whose encoder the audio tower starts from; its projector starts from random numbers.
+    The rest of the model comes from `weights`, if given."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -154,12 +154,13 @@ class Relayout:
         self._sizes = [stack.num_repeats for stack in parameter_stacks(target)]
         self._source_sizes = [stack.num_repeats for stack in parameter_stacks(source)]
 
-    def has_empty_slots(self, path: str) -> bool:
-        """Whether the source's array `path` holds more than layers."""
+    def empty_slots(self, path: str) -> list[int]:
+        """The places of the source's array `path` that hold no layer."""
         if (match := _PLACE.fullmatch(path)) is None:
-            return False
-        number = sum((here.segment, here.position) == (int(match[2]), int(match[3])) for here, _ in self._addresses)
-        return number < self._source_sizes[int(match[2])]
+            return []
+        segment, position = int(match[2]), int(match[3])
+        filled = {here.repeat for here, _ in self._addresses if (here.segment, here.position) == (segment, position)}
+        return [slot for slot in range(self._source_sizes[segment]) if slot not in filled]
 
     def origins(self, path: str) -> list[tuple[str, int | None]]:
         """(path, size of its leading axis) of each of the source's arrays that the target's `path` comes from.
@@ -188,7 +189,7 @@ class Relayout:
         origins = [self._origin.get(LayerAddress(segment, position, n)) for n in range(self._sizes[segment])]
         return [o and Row(f"{match[1]}{o.segment}.layers.{o.position}{match[4]}", o.repeat) for o in origins]
 
-    def apply(self, arrays: Mapping[str, Any], paths: Mapping[str, Any], numpy: Any = jnp) -> dict[str, Any]:
+    def apply(self, arrays: Mapping[str, Any], paths: Iterable[str], numpy: Any = jnp) -> dict[str, Any]:
         """The target's arrays of `paths`, from the source's; empty slots hold zeros. With NumPy or jax.numpy."""
 
         def stack(path: str) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mmjax.axes import CONTEXT
+from mmjax.axes import CONTEXT, PIPE
 from mmjax.parallel.fsdp import gather, varying_like
 
 
@@ -90,8 +90,14 @@ def from_chunk_before(array: jax.Array) -> jax.Array:
     """
     last = lax.axis_size(CONTEXT) - 1
     early, late = array[:, 0], array[:, 1]
-    before_early = lax.ppermute(early, CONTEXT, [(i, i + 1) for i in range(last)])
-    before_late = lax.ppermute(late, CONTEXT, [(i + 1, i) for i in range(last)])
+    if lax.axis_size(PIPE) > 1:
+        # Only the devices of one stage run this, and a permutation waits for those of all stages.
+        held, device = lax.all_gather(array, CONTEXT), lax.axis_index(CONTEXT)
+        before_early = jnp.where(device > 0, held[jnp.maximum(device - 1, 0), :, 0], 0)
+        before_late = held[jnp.minimum(device + 1, last), :, 1]
+    else:
+        before_early = lax.ppermute(early, CONTEXT, [(i, i + 1) for i in range(last)])
+        before_late = lax.ppermute(late, CONTEXT, [(i + 1, i) for i in range(last)])
     # Chunks C - 1 and C lie on the same device.
     before_late = jnp.where(lax.axis_index(CONTEXT) == last, early, before_late)
     return jnp.stack([before_early, before_late], axis=1)

@@ -1,6 +1,7 @@
 """A schedule's table carried out: a scan over its ticks, with two exchanges between neighbouring stages in each."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from jax import lax
 
 from mmjax.axes import PIPE
 from mmjax.parallel.fsdp import varying_like
-from mmjax.parallel.pipeline_schedule import Kind, Schedule
+from mmjax.parallel.pipeline_schedule import Kind, Operation, Schedule
 
 Message = tuple[jax.Array, ...]
 """What a stage hands to the next one, or the gradient of it: arrays of one shape for all stages."""
@@ -48,29 +49,31 @@ def run_schedule(
     shapes, and zeros; `is_needed(stage, number)` says whether a stage wants that array of it: if not it is not sent.
 
     With latency 2 what a tick computed travels during the next tick: neither waits for the other. Inputs stay in a
-    buffer of as many slots as the schedule needs, from their arrival until their last use.
+    buffer of as many slots as the schedule needs, from their arrival until their last use. Where forward and backward
+    passes take turns, each tick sends in one direction alone: of two exchanges at a time XLA hides one.
     """
-    slots, num_devices = schedule.slots(), schedule.num_devices
+    slots, device = schedule.slots(), lax.axis_index(PIPE)
     pairs = [_pairs(schedule, number, is_needed) for number in range(len(message))]
-    device = lax.axis_index(PIPE)
+    assert schedule.num_devices == lax.axis_size(PIPE)
 
-    def nothing(totals: Any, work: Work) -> tuple[Any, Message, Message]:
-        return totals, message, message
+    operations = [_alike(operate, totals, message) for operate in operations]
 
-    branches = [_alike(operate, totals, message) for operate in (nothing, *operations)]
+    def table(value: Callable[[int, Operation], int | None]) -> np.ndarray:
+        """[ticks, devices], -1 for None."""
+        found = [[value(d, operation) for d, operation in enumerate(tick)] for tick in schedule.ticks]
+        return np.array([[-1 if number is None else number for number in row] for row in found])
+
+    chosen = table(lambda d, o: None if o.kind is Kind.IDLE else operation_of(o.kind, schedule.stage_of(d, o.chunk)))
+    kinds = _kinds_in_turn(schedule)
+    period = len(kinds)
 
     def column(table: np.ndarray) -> jax.Array:
-        return lax.dynamic_index_in_dim(jnp.asarray(table, jnp.int32), device, axis=1, keepdims=False)
-
-    def branch(kind: Kind, stage: int) -> int:
-        number = operation_of(kind, stage) if kind is not Kind.IDLE else None
-        return 0 if number is None else number + 1
-
-    def table(value: Callable[[int, Any], int]) -> np.ndarray:
-        return np.array([[value(d, operation) for d, operation in enumerate(tick)] for tick in schedule.ticks])
+        """[ticks of a turn, turns] of this device."""
+        own = lax.dynamic_index_in_dim(jnp.asarray(table, jnp.int32), device, axis=1, keepdims=False)
+        return own.reshape(-1, period)
 
     ticks = {
-        "branch": column(table(lambda d, o: branch(o.kind, schedule.stage_of(d, o.chunk)))),
+        "operation": column(chosen),
         "micro_batch": column(table(lambda d, o: o.micro_batch)),
         "stage": column(table(lambda d, o: schedule.stage_of(d, o.chunk))),
         **{
@@ -82,32 +85,72 @@ def run_schedule(
     def buffer(num_slots: int) -> Message:
         return tuple(varying_like(jnp.zeros((max(1, num_slots), *m.shape), m.dtype), m) for m in message)
 
-    def travel(output: Message, input_cotangent: Message) -> tuple[Message, Message]:
-        there = tuple(_send(leaf, pairs[number]) for number, leaf in enumerate(output))
-        back = tuple(_send(leaf, [(b, a) for a, b in pairs[number]]) for number, leaf in enumerate(input_cotangent))
+    def travel(sent: set[Kind], output: Message, cotangent: Message) -> tuple[Message | None, Message | None]:
+        """What arrives from the stages before and behind, of ticks that do what is in `sent`."""
+        there = back = None
+        if Kind.FORWARD in sent:
+            there = tuple(_send(leaf, pairs[number]) for number, leaf in enumerate(output))
+        if Kind.BACKWARD in sent:
+            back = tuple(_send(leaf, [(b, a) for a, b in pairs[number]]) for number, leaf in enumerate(cotangent))
         return there, back
 
-    def run_tick(state: tuple, tick: dict[str, jax.Array]) -> tuple[tuple, None]:
-        totals, inputs, cotangents, leaving = state
-        arriving = travel(*leaving) if schedule.latency == 2 else None
+    def run_tick(state: tuple, tick: dict[str, jax.Array], turn: int) -> tuple:
+        totals, inputs, cotangents, *leaving = state
+        arriving = travel(kinds[turn - 1], *leaving) if leaving else ()
         work = Work(
             _read(inputs, tick["used_input"]),
             _read(cotangents, tick["used_cotangent"]),
             tick["micro_batch"],
             tick["stage"],
         )
-        totals, *leaving = lax.switch(tick["branch"], branches, totals, work)
-        if arriving is None:
-            arriving = travel(*leaving)
-        inputs = _store(inputs, tick["stored_input"], arriving[0])
-        cotangents = _store(cotangents, tick["stored_cotangent"], arriving[1])
-        return (totals, inputs, cotangents, tuple(leaving) if schedule.latency == 2 else ()), None
+        able = {number: operations[number] for number in sorted(set(chosen[turn::period].flatten().tolist()) - {-1})}
+        totals, *results = _do(able, tick["operation"], totals, message, work)
+        arriving_input, arriving_cotangent = arriving or travel(kinds[turn], *results)
+        if arriving_input is not None:
+            inputs = _store(inputs, tick["stored_input"], arriving_input)
+        if arriving_cotangent is not None:
+            cotangents = _store(cotangents, tick["stored_cotangent"], arriving_cotangent)
+        return totals, inputs, cotangents, *(results if leaving else ())
 
-    assert num_devices == lax.axis_size(PIPE)
+    def run_turns(state: tuple, ticks: dict[str, jax.Array]) -> tuple[tuple, None]:
+        for turn in range(period):
+            state = run_tick(state, {name: values[turn] for name, values in ticks.items()}, turn)
+        return state, None
+
     leaving = (message, message) if schedule.latency == 2 else ()
-    state = (totals, buffer(slots.num_inputs), buffer(slots.num_cotangents), leaving)
-    (totals, *_), _ = lax.scan(run_tick, state, ticks)
+    state = (totals, buffer(slots.num_inputs), buffer(slots.num_cotangents), *leaving)
+    (totals, *_), _ = lax.scan(run_turns, state, ticks)
     return totals
+
+
+def _kinds_in_turn(schedule: Schedule) -> list[set[Kind]]:
+    """What ticks do: all of them, or the even ones and the odd ones where those do different things."""
+
+    def kinds(ticks: Sequence[Sequence[Operation]]) -> set[Kind]:
+        return {operation.kind for operations in ticks for operation in operations} - {Kind.IDLE}
+
+    even, odd = kinds(schedule.ticks[::2]), kinds(schedule.ticks[1::2])
+    if schedule.latency == 2 and not even & odd and len(schedule.ticks) % 2 == 0:
+        return [even, odd]
+    return [even | odd]
+
+
+def _do(able: Mapping[int, Operate], number: jax.Array, totals: Any, message: Message, work: Work) -> tuple:
+    """(totals, output, gradient for the stage before) after operation `number`, or after nothing if it is none of them.
+
+    A loop that runs once or not at all stands for each condition: it adds to the totals in place, where a conditional's
+    results are buffers of their own, copied back in every tick.
+    """
+
+    def once(state: tuple, operate: Operate) -> tuple:
+        is_left, totals, *_ = state
+        return jnp.zeros_like(is_left), *operate(totals, work)
+
+    state = (totals, message, message)
+    for index, operate in able.items():
+        is_chosen = number == index
+        _, *state = lax.while_loop(lambda s: s[0], functools.partial(once, operate=operate), (is_chosen, *state))
+    return tuple(state)
 
 
 def _pairs(schedule: Schedule, number: int, is_needed: Callable[[int, int], bool]) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from mmjax.config import RunConfig, describe_mesh
@@ -35,6 +36,12 @@ _GROUPS = (
     ("attention", r"\.mixer\."),
     ("tables", r"\b(embedding|head)$"),
 )
+# Machine code that nobody runs need not be good: memory, exchanges and their order are settled before it is made.
+_COMPILE_FAST: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_gpu_disable_gpuasm_optimizations": True,
+}
 # How many of the largest arrays are shown.
 _NUM_LARGEST = 10
 # The last word of an adapter's factor, behind the name of its weight; `mlp.down` alone is a weight.
@@ -116,10 +123,11 @@ def compile_step(
     state, batch = abstract_state(config, mesh), abstract_batch(config, mesh)
     begun = time.perf_counter()
     # Kernels are chosen by the device that the abstract mesh names.
-    with _without_source_lines(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled = make_train_step(config, mesh).lower(state, batch).compile(compiler_options=dict(options or {}))
+    with _compiling_only(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = make_train_step(config, mesh).lower(state, batch)
+        compiled = lowered.compile(compiler_options=_COMPILE_FAST | dict(options or {}))
     seconds = time.perf_counter() - begun
-    text = compiled.as_text()
+    text = compiled.as_text() or ""
     if text_file is not None:
         with writing(text_file):
             text_file.write_text(text, encoding="utf-8")
@@ -127,14 +135,23 @@ def compile_step(
 
 
 @contextlib.contextmanager
-def _without_source_lines() -> Iterator[None]:
-    """Operations do not say where they were traced: XLA spends minutes on these notes in a large program."""
-    limit = jax.config.jax_traceback_in_locations_limit
-    jax.config.update("jax_traceback_in_locations_limit", 0)
+def _compiling_only() -> Iterator[None]:
+    """Settings of JAX for programs that nobody runs.
+
+    Operations do not say where they were traced: XLA spends minutes on these notes in a large program. The persistent
+    cache is left alone: it could not read such a program again.
+    """
+    quiet = {"jax_traceback_in_locations_limit": 0, "jax_enable_compilation_cache": False}
+    before = {name: getattr(jax.config, name) for name in quiet}
+    for name, value in quiet.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
     try:
         yield
     finally:
-        jax.config.update("jax_traceback_in_locations_limit", limit)
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def describe(

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.axes import CONTEXT, DATA_AXES, MESH_AXES_OF_EXPERTS, PIPE
 from mmjax.checkpoint.adapters import define_run, read_start
+from mmjax.checkpoint.tower_weights import PROJECTOR, load_audio
 from mmjax.checkpoint.weights import load_weights
 from mmjax.config import ModelConfig, RunConfig, layer_kinds
 from mmjax.data.batch import Batch
@@ -118,15 +119,20 @@ def place_factors(factors: Mapping[str, np.ndarray], abstract: Arrays) -> Arrays
 
 
 def base_arrays(config: RunConfig, abstract: TrainState) -> Arrays:
-    """The arrays of the model itself, adapters left out, from `config.weights` or drawn.
+    """The arrays of the model itself, adapters left out, from `config.weights` and `audio_weights` or drawn.
 
     Raises:
       CheckpointError: the weights cannot be read, or are of another model.
     """
     wanted = abstract.router_biases | abstract.frozen | ({} if config.lora.rank else abstract.parameters)
+    heard = {}
+    if config.audio_weights:
+        heard = load_audio(config.audio_weights, config.model, wanted)
+        heard |= _draw(config, {path: leaf for path, leaf in wanted.items() if path.startswith(PROJECTOR)})
+    others = {path: leaf for path, leaf in wanted.items() if path not in heard}
     if config.weights:
-        return load_weights(config.weights, wanted, config.model)
-    return _draw(config, wanted)
+        return load_weights(config.weights, others, config.model) | heard
+    return _draw(config, others) | heard
 
 
 def _draw(config: RunConfig, abstract: Arrays) -> Arrays:

@@ -1,5 +1,6 @@
 """Reading a released `config.json`: each field is taken, checked or left out on purpose; none is dropped unseen."""
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,9 +76,11 @@ class Fields:
     def finish(self) -> None:
         """Raises ConfigurationError if a field was neither used nor known to be without effect."""
         if unknown := sorted(self._config.keys() - self._seen - _WITHOUT_EFFECT):
+            nearest = (difflib.get_close_matches(name, self._seen, n=1) for name in unknown)
+            named = [f"{name} (like {near[0]})" if near else name for name, near in zip(unknown, nearest, strict=True)]
             raise ConfigurationError(
                 self._where,
-                found=f"fields that are not understood: {', '.join(unknown)}",
+                found=f"fields that are not understood: {', '.join(named)}",
                 expected="only fields whose meaning is known: a dropped one would change the numbers",
                 remedy="update mmjax, or remove a field that you know to be without effect",
             )

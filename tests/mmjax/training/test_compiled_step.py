@@ -5,7 +5,16 @@ import json
 import pytest
 
 from mmjax import train
-from mmjax.config import DataConfig, LoraConfig, MeshConfig, ModelConfig, MoeConfig, RunConfig, VisionConfig
+from mmjax.config import (
+    DataConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    MoeConfig,
+    RunConfig,
+    TrainingConfig,
+    VisionConfig,
+)
 from mmjax.errors import ConfigurationError
 from mmjax.parallel import described
 from mmjax.parallel.described import described_mesh
@@ -81,20 +90,19 @@ def test_a_step_compiled_without_a_gpu_says_where_memory_goes_and_what_is_exchan
     text_file = tmp_path / "program.txt"
     compiled = compile_step(config, read_cluster("2x8xh200"), text_file=text_file)
     memory = compiled.device_memory
-    # Every argument is accounted for, up to what the compiler adds to small ones.
-    assert 0 <= memory["arguments"] - sum(compiled.at_rest.values()) < 64 * 1024
+    # Every argument is accounted for, but for a few that the step does not read.
+    assert 0.9 < memory["arguments"] / sum(compiled.at_rest.values()) <= 1
     # The state is changed in place.
     assert memory["aliased"] > 0.9 * memory["outputs"]
     kinds = {(exchange.kind, exchange.mesh_axes) for exchange in compiled.exchanges}
     assert ("all-gather", ("fsdp", "expert")) in kinds and ("all-to-all", ("expert",)) in kinds
     assert compiled.flops > 0 and 0 <= compiled.hidden_share <= 1
-    # Experts are gathered packed, and nothing frozen is gathered or summed in float32.
+    # Experts are gathered packed, and nothing frozen has moments.
     text = text_file.read_text()
     gathered = [line for line in text.splitlines() if " all-gather" in line and "u8[" in line]
     assert gathered
-    optimizer = {name: size for name, size in compiled.at_rest.items() if name == "optimizer"}
     adapters = sum(size for name, size in compiled.at_rest.items() if name.startswith("adapters"))
-    assert optimizer["optimizer"] == pytest.approx(2 * adapters, rel=0.01)
+    assert compiled.at_rest["optimizer"] == pytest.approx(2 * adapters, rel=0.01)
     # As JSON it is the same.
     compiled.write(tmp_path / "numbers.json")
     assert json.loads((tmp_path / "numbers.json").read_text())["device_memory"] == memory
@@ -114,3 +122,33 @@ def test_the_batch_is_described_as_the_loader_makes_it():
 
     batch = compiled_step.abstract_batch(small_run(mesh=MeshConfig()), make_mesh(MeshConfig()))
     assert batch.tokens.shape == (16, 128) and batch.patches.shape[1] == 0
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(("transfer", "is_hidden"), [("hidden", True), ("direct", False)])
+def test_what_a_pipelines_stages_hand_on_travels_while_they_compute(transfer, is_hidden):
+    model = ModelConfig(
+        width=1024,
+        num_layers=4,
+        full_attention_layers=(0, 1, 2, 3),
+        full_attention_kind="grouped",
+        residual="plain",
+        moe=MoeConfig(num_dense_layers=4, dense_width=4096),
+        vision=VisionConfig(num_layers=0),
+        compute_dtype="bfloat16",
+        pipeline_stages=(2, 2),
+    )
+    config = RunConfig(
+        model=model,
+        mesh=MeshConfig(pipe=2),
+        data=DataConfig(rows=4, row_tokens=2048),
+        training=TrainingConfig(accumulation=4, pipeline_transfer=transfer),
+    )
+    compiled = compile_step(config, read_cluster("1x2xh200"))
+    (sent,) = [exchange for exchange in compiled.exchanges if exchange.kind == "collective-permute"]
+    assert sent.mesh_axes == ("pipe",)
+    assert (sent.hidden_bytes > 0.9 * sent.num_bytes) == is_hidden
+    if is_hidden:
+        # In each of the 12 ticks in one direction: [rows, positions, width] in bfloat16.
+        assert sent.count == 12 and sent.num_bytes == 12 * 2048 * 1024 * 2
