@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -260,7 +261,16 @@ class Store:
     def _remove_leftovers(self, in_progress: bool = True) -> None:
         for pattern in ("deleting-*", "*.orbax-checkpoint-tmp*")[: 1 + in_progress]:
             for path in self.directory.glob(pattern):
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    # Threads of a save that failed may write into it a little longer.
+    for _ in range(50):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
 
 
 def _named_leaves(state: Any) -> dict[str, Any]:

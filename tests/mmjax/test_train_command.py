@@ -10,7 +10,6 @@ import pytest
 
 from mmjax import train
 from mmjax.config import MeshConfig, RunConfig, saved, to_yaml
-from mmjax.parallel.launch import LaunchOptions
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,7 +99,7 @@ def test_another_run_is_not_overwritten(capsys):
 
 
 def test_ctrl_c_before_training_is_one_line(monkeypatch, capsys):
-    def interrupt(config: RunConfig, launch: LaunchOptions) -> int:
+    def interrupt(command: train.Command) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "train", interrupt)
