@@ -89,28 +89,36 @@ def _peak_bytes(*arguments: object) -> int:
     return 1024 * int(done.stdout.splitlines()[-1])
 
 
-def test_a_conversion_killed_at_any_moment_leaves_nothing_that_looks_whole_and_starts_over(tmp_path):
+def _killed(source: Path, target: Path, delay: float) -> bool:
+    """Kill a conversion so many seconds after it has begun to write; whether that was before its end."""
+    process = subprocess.Popen(_command(source, target), env=ENVIRONMENT, cwd=ROOT)
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    while process.poll() is None and not (unfinished.is_dir() and any(unfinished.iterdir())):
+        time.sleep(0.002)
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return not target.exists()
+
+
+def test_a_conversion_killed_at_several_moments_leaves_nothing_that_looks_whole_and_starts_over(tmp_path):
     _write_large(tmp_path / "source", _llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=8), 3)
-    target = tmp_path / "ours"
-    kills = 0
-    for delay in (0.0, 0.3):
-        process = subprocess.Popen(_command(tmp_path / "source", target), env=ENVIRONMENT, cwd=ROOT)
-        # The clock starts where writing does.
-        while process.poll() is None and not (tmp_path / "ours.unfinished" / "arrays").exists():
-            time.sleep(0.005)
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if not target.exists():
+    source, ours, back = tmp_path / "source", tmp_path / "ours", tmp_path / "back"
+    for start, target in ((source, ours), (ours, back)):
+        kills = 0
+        for delay in (0.0, 0.03, 0.1, 0.3):
+            if not _killed(start, target, delay):
+                break
             kills += 1
-            assert main([str(target), str(tmp_path / "back")]) != 0
-    assert kills
-    if not target.exists():
-        subprocess.run(_command(tmp_path / "source", target), env=ENVIRONMENT, check=True, cwd=ROOT)
-    assert not (tmp_path / "ours.unfinished").exists()
-    assert main([str(target), str(tmp_path / "back")]) == 0
-    for file in (tmp_path / "source").iterdir():
-        assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
+            # Neither name passes for a whole one.
+            for half in (target, target.with_name(f"{target.name}.unfinished")):
+                assert main([str(half), str(tmp_path / "further")]) != 0 and not (tmp_path / "further").exists()
+        assert kills
+        if not target.exists():
+            subprocess.run(_command(start, target), env=ENVIRONMENT, check=True, cwd=ROOT)
+        assert not target.with_name(f"{target.name}.unfinished").exists()
+    for file in source.iterdir():
+        assert (back / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 @pytest.mark.parametrize(
