@@ -173,7 +173,9 @@ def runs(document: Document, tokenizer: Tokenizer) -> Iterator[Run]:
         ("picture", document.picture_spans()),
         ("sound", document.sound_spans()),
     )
-    starts = {span.start: (span.stop, kind, number) for kind, spans in media for number, span in enumerate(spans)}
+    starts: dict[int, tuple[int, Kind, int]] = {
+        span.start: (span.stop, kind, number) for kind, spans in media for number, span in enumerate(spans)
+    }
     place = 0
     while place < len(document.tokens):
         if place in starts:

@@ -42,7 +42,7 @@ _RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
 _SINGLE_EXPERTS = ("kimi_k3", "kimi_k31")
 # Families for which peft takes these names among `target_modules` for experts', wherever the modules are: their weights
 # are named as parameters instead, which gives the same tensors.
-_TAKEN_FOR_EXPERTS = ("deepseek_v3", "deepseek_v32", "qwen3_next")
+_TAKEN_FOR_EXPERTS = ("deepseek_v3", "deepseek_v32", "qwen3_moe", "qwen3_next")
 _FUSED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 

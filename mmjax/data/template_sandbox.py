@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import traceback
+import typing
 
 import jinja2
 import jinja2.ext
@@ -29,7 +30,8 @@ class GenerationBlock(jinja2.ext.Extension):
     def parse(self, parser):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in self.environment.marks)
+        marks = typing.cast(Sandbox, self.environment).marks
+        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in marks)
         return jinja2.nodes.Scope([begin, *body, end]).set_lineno(line)
 
 

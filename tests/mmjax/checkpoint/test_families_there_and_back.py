@@ -19,6 +19,7 @@ from tests.mmjax.models.families import (  # noqa: E402
     test_glm5_next,
     test_llava,
     test_peft,
+    test_qwen3,
     test_qwen3_vl,
 )
 
@@ -34,6 +35,15 @@ def _qwen3_vl_moe():
         text_config=settings, vision_config=dict(test_qwen3_vl.VISION), **test_qwen3_vl.TOKENS
     )
     return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
+def _qwen3():
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**test_qwen3.TINY))
+
+
+def _qwen3_moe():
+    settings = test_qwen3.TINY | test_qwen3.EXPERTS | {"mlp_only_layers": [0]}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**settings))
 
 
 def _llava():
@@ -68,6 +78,8 @@ def _fuyu():
 
 
 _OTHERS = {
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "llava": _llava,
     "deepseek_v32": _deepseek_v32,

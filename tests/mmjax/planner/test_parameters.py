@@ -29,6 +29,7 @@ from mmjax.presets.kimi_k3 import kimi_k3, kimi_k3_tiny, kimi_k31
 from mmjax.presets.kimi_linear import kimi_linear_48b
 from mmjax.presets.llama import smollm2_135m
 from mmjax.presets.llava import llava_1_5_7b, llava_next_vicuna_7b
+from mmjax.presets.qwen3 import qwen3_0_6b, qwen3_30b_a3b
 from mmjax.presets.qwen3_next import qwen3_next_80b
 from mmjax.presets.qwen3_vl import qwen3_vl_4b, qwen3_vl_30b_a3b
 from mmjax.presets.whisper import whisper_base
@@ -87,6 +88,7 @@ def arrays_of_model(model: ModelConfig) -> Counter:
         *(llava_1_5_7b(), llava_next_vicuna_7b(), qwen3_vl_4b(), qwen3_vl_30b_a3b(), fuyu_8b()),
         dataclasses.replace(smollm2_135m(), audio=whisper_base()),
         *(smollm2_135m(), GROUPED, deepseek_v32(), qwen3_next_80b(), glm53_flash_text()),
+        *(qwen3_0_6b(), qwen3_30b_a3b()),
     ],
 )
 def test_the_planner_lists_every_array_of_the_model(model):

@@ -16,6 +16,7 @@ from mmjax.presets.kimi_k3 import kimi_k3, kimi_k3_tiny, kimi_k31
 from mmjax.presets.kimi_linear import kimi_linear_48b
 from mmjax.presets.llama import smollm2_135m
 from mmjax.presets.llava import llava_1_5_7b, llava_next_vicuna_7b
+from mmjax.presets.qwen3 import qwen3_0_6b, qwen3_30b_a3b
 from mmjax.presets.qwen3_next import qwen3_next_80b
 from mmjax.presets.qwen3_vl import qwen3_vl_4b, qwen3_vl_30b_a3b
 
@@ -70,6 +71,11 @@ def test_smollm2_has_the_parameters_of_the_released_model():
     assert num_parameters(smollm2_135m()) == 134_515_008
 
 
+@pytest.mark.parametrize(("preset", "count"), [(qwen3_0_6b, 596_049_920), (qwen3_30b_a3b, 30_532_122_624)])
+def test_a_qwen3_has_the_parameters_of_the_released_model(preset, count):
+    assert num_parameters(preset()) == count
+
+
 def test_qwen3_next_has_the_published_number_of_parameters():
     assert num_parameters(qwen3_next_80b()) == 79_674_391_296
 
@@ -102,7 +108,7 @@ def test_glm53_flash_has_the_text_parameters_of_the_public_implementation():
     "preset",
     [
         *(kimi_k3, kimi_k31, kimi_k3_tiny, kimi_linear_48b),
-        *(smollm2_135m, deepseek_v3, deepseek_v32, qwen3_next_80b, glm53_flash_text),
+        *(smollm2_135m, deepseek_v3, deepseek_v32, qwen3_next_80b, glm53_flash_text, qwen3_0_6b, qwen3_30b_a3b),
     ],
 )
 def test_a_preset_is_a_valid_model(preset):

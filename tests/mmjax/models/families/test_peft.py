@@ -1,17 +1,20 @@
 """Adapters as files of peft: stock peft puts them on the transformers model, whose logits are then ours; and back."""
 
+import importlib
 import json
+import pkgutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.checkpoint.peft import CONFIG, WEIGHTS, export_adapter, read_adapter
+from mmjax.checkpoint.peft import _TAKEN_FOR_EXPERTS, CONFIG, WEIGHTS, export_adapter, read_adapter
 from mmjax.config import LoraConfig
 from mmjax.data.batch import Batch
 from mmjax.errors import CheckpointError
-from mmjax.models.families import deepseek_v3, kimi_linear, llama, minimax_m2, qwen3_next
+from mmjax.models import families
+from mmjax.models.families import deepseek_v3, kimi_linear, llama, minimax_m2, qwen3_moe, qwen3_next
 from mmjax.models.lora import define_adapted, match, merge
 from mmjax.models.multimodal import define
 
@@ -137,6 +140,29 @@ def tiny_qwen3_next(in_float64):
     return qwen3_next, transformers.Qwen3NextForCausalLM(config)
 
 
+def tiny_qwen3_moe(in_float64):
+    from transformers import modeling_rope_utils
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    in_float64(modeling_qwen3_moe, modeling_rope_utils)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=40,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=13,
+        num_experts_per_tok=3,
+        moe_intermediate_size=16,
+        mlp_only_layers=[0],
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    return qwen3_moe, transformers.Qwen3MoeForCausalLM(config)
+
+
 def tiny_minimax(in_float64):
     from transformers import modeling_rope_utils
     from transformers.models.minimax_m2 import modeling_minimax_m2
@@ -197,6 +223,7 @@ def random_factors(definition) -> dict[str, np.ndarray]:
         pytest.param(tiny_kimi_linear, LoraConfig(rank=4, alpha=7.0, rank_stabilised=True), id="kimi_linear"),
         pytest.param(tiny_deepseek, LoraConfig(rank=3, expert_rank=2, experts="shared_down"), id="deepseek"),
         pytest.param(tiny_qwen3_next, LoraConfig(rank=2), id="qwen3_next"),
+        pytest.param(tiny_qwen3_moe, LoraConfig(rank=2), id="qwen3_moe"),
         pytest.param(tiny_minimax, LoraConfig(rank=2), id="minimax_m2"),
         pytest.param(tiny_kimi_linear, LoraConfig(rank=4, targets=("w1", "kv_b_proj", "f_b_proj")), id="gates alone"),
     ],
@@ -247,6 +274,15 @@ def test_stock_peft_gives_our_logits_and_comes_back(
     adapted.save_pretrained(tmp_path / "theirs")
     for path, factor in read_adapter(tmp_path / "theirs", model, lora, matched, tensors, kind).items():
         np.testing.assert_array_equal(factor, factors[path], err_msg=path)
+
+
+def test_all_families_whose_projections_peft_takes_for_experts_are_named():
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+
+    names = [f"{families.__name__}.{module.name}" for module in pkgutil.iter_modules(families.__path__)]
+    kinds = [kind for name in names for kind in getattr(importlib.import_module(name), "MODEL_TYPES", ())]
+    taken = {kind for kind in kinds if _MODEL_TO_CONVERSION_PATTERN.get(kind) == "qwen2_moe"}
+    assert taken == set(_TAKEN_FOR_EXPERTS)
 
 
 def test_adapters_that_do_not_fit_are_refused(in_float64, randomise, save, ours_in_float64, tmp_path):

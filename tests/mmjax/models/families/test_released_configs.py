@@ -7,11 +7,12 @@ import pytest
 
 from mmjax.config import ModelConfig
 from mmjax.errors import ConfigurationError
-from mmjax.models.families import deepseek_v3, deepseek_v32, family_of, glm5_next, llama, qwen3_next
+from mmjax.models.families import deepseek_v3, deepseek_v32, family_of, glm5_next, llama, qwen3, qwen3_moe, qwen3_next
 from mmjax.presets.deepseek import deepseek_v3 as deepseek_v3_preset
 from mmjax.presets.deepseek import deepseek_v32 as deepseek_v32_preset
 from mmjax.presets.glm5_next import glm53_flash_text
 from mmjax.presets.llama import smollm2_135m
+from mmjax.presets.qwen3 import qwen3_0_6b, qwen3_30b_a3b
 from mmjax.presets.qwen3_next import qwen3_next_80b
 
 SMOLLM2 = {
@@ -141,6 +142,55 @@ QWEN3_NEXT = {
     "vocab_size": 151936,
 }
 
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+}
+
 
 def read(family, config: dict) -> ModelConfig:
     assert family_of(config) is family
@@ -154,6 +204,8 @@ def read(family, config: dict) -> ModelConfig:
         (deepseek_v3, DEEPSEEK_V3, deepseek_v3_preset),
         (deepseek_v32, DEEPSEEK_V32, deepseek_v32_preset),
         (qwen3_next, QWEN3_NEXT, qwen3_next_80b),
+        (qwen3, QWEN3, qwen3_0_6b),
+        (qwen3_moe, QWEN3_MOE, qwen3_30b_a3b),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -201,6 +253,8 @@ def without_each(fields: dict) -> Iterator[tuple[str, dict]]:
         ("DeepseekV3", {}),
         ("DeepseekV32", {}),
         ("Qwen3Next", {}),
+        ("Qwen3", {}),
+        ("Qwen3Moe", {}),
         ("MiniMaxM2", {}),
         ("KimiLinear", {"linear_attn_config": LINEAR_ATTENTION, "num_hidden_layers": 4}),
         ("Glm5Next", {"text_config": {"index_kpool": 1}}),
