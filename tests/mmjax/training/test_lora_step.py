@@ -313,7 +313,8 @@ def test_no_gradient_of_a_frozen_weight_is_ever_made(make_batch):
     small = dataclasses.replace(MODEL, width=44, moe=moe, linear_attention=attention, vision=VisionConfig(num_layers=0))
     small = dataclasses.replace(small, parameter_dtype="float32", compute_dtype="float32")
     batch = make_batch(small, rows=2, row_tokens=20)
-    weights = {(44, 160): "latent", (44, 56): "dense MLP", (5, 13, 44): "query", (5, 11, 44): "output"}
+    # Projections are products of two matrices: 5 heads x 13, and x 11.
+    weights = {(44, 160): "latent", (44, 56): "dense MLP", (65, 44): "query", (55, 44): "output"}
     weights |= {(6, 96, 160): "experts", (96, 160): "one expert"}
 
     def made(config: RunConfig) -> set[str]:
