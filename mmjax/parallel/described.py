@@ -52,6 +52,7 @@ def described_mesh(mesh: MeshConfig, cluster: Cluster) -> jax.sharding.Mesh:
         described = topologies.get_topology_desc(
             platform="cuda", target_config=_target_text(cluster.gpu.name), topology=topology
         )
+    # By version and platform, JAX says with each of these that the plug-in can describe no devices.
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise ConfigurationError(
             "--cluster",

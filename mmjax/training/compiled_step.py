@@ -23,6 +23,7 @@ from mmjax.data.packing import fill
 from mmjax.errors import writing
 from mmjax.parallel.described import described_mesh
 from mmjax.planner.hardware import Cluster
+from mmjax.planner.memory import num_expert_devices
 from mmjax.planner.units import format_bytes, format_flops, format_seconds
 from mmjax.training.compiled_program import LargeResult, read_program
 from mmjax.training.exchanges import Exchange, ExchangeReader, Timeline, hidden_share
@@ -159,7 +160,7 @@ def describe(
 ) -> CompiledStep:
     """What a compiled step's text and memory analysis say."""
     # Buffers of an exchange are as full as their capacity allows on average; kernels skip the rest.
-    is_exchanged = config.mesh.expert > 1 and config.model.moe.num_dense_layers < config.model.num_layers
+    is_exchanged = num_expert_devices(config) > 1 and config.model.moe.num_dense_layers < config.model.num_layers
     filled = min(1.0, 1 / config.model.moe.capacity_factor) if is_exchanged else 1.0
     program = read_program(text, filled_share=filled)
     reader = ExchangeReader(program, config.mesh, cluster)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.axes import CONTEXT, DATA_AXES, MESH_AXES_OF_EXPERTS, PIPE
 from mmjax.checkpoint.adapters import define_run, read_start
-from mmjax.checkpoint.tower_weights import PROJECTOR, load_audio
+from mmjax.checkpoint.tower_weights import PROJECTOR, TOWER, load_audio
 from mmjax.checkpoint.weights import load_weights
 from mmjax.config import ModelConfig, RunConfig, layer_kinds
 from mmjax.data.batch import Batch
@@ -93,7 +93,7 @@ def init_state(config: RunConfig, mesh: Mesh) -> TrainState:
             plain = without_pipeline(config.model)
             factors = read_start(dataclasses.replace(config, model=plain))
             factors = Relayout(plain, config.model).apply(factors, abstract.parameters, np)
-            parameters = place_factors(factors, abstract.parameters)
+            parameters = place_arrays(factors, abstract.parameters)
         else:
             parameters = _draw(config, abstract.parameters)
     else:
@@ -108,11 +108,11 @@ def init_state(config: RunConfig, mesh: Mesh) -> TrainState:
     return fresh(parameters, router_biases, frozen)
 
 
-def place_factors(factors: Mapping[str, np.ndarray], abstract: Arrays) -> Arrays:
+def place_arrays(arrays: Mapping[str, np.ndarray], abstract: Arrays) -> Arrays:
     """Host arrays, whole on every process, as they rest on the mesh."""
     return {
         path: jax.make_array_from_callback(
-            leaf.shape, leaf.sharding, lambda i, f=factors[path], d=leaf.dtype: f[i].astype(d)
+            leaf.shape, leaf.sharding, lambda i, a=arrays[path], d=leaf.dtype: a[i].astype(d)
         )
         for path, leaf in abstract.items()
     }
@@ -127,8 +127,10 @@ def base_arrays(config: RunConfig, abstract: TrainState) -> Arrays:
     wanted = abstract.router_biases | abstract.frozen | ({} if config.lora.rank else abstract.parameters)
     heard = {}
     if config.audio_weights:
-        heard = load_audio(config.audio_weights, config.model, wanted)
-        heard |= _draw(config, {path: leaf for path, leaf in wanted.items() if path.startswith(PROJECTOR)})
+        tower, projector = (
+            {path: leaf for path, leaf in wanted.items() if path.startswith(part)} for part in (TOWER, PROJECTOR)
+        )
+        heard = place_arrays(load_audio(config.audio_weights, config.model), tower) | _draw(config, projector)
     others = {path: leaf for path, leaf in wanted.items() if path not in heard}
     if config.weights:
         return load_weights(config.weights, others, config.model) | heard
