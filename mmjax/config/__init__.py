@@ -1,13 +1,12 @@
 """Every setting of a run, its faults, and its text forms (YAML, `--mesh`). No JAX."""
 
 from mmjax.config import saved
-from mmjax.config.faults import ConfigurationFaults, Fault, check, check_model, mesh_split_faults
+from mmjax.config.fault import ConfigurationFaults, Fault
+from mmjax.config.faults import check, check_model, mesh_split_faults
 from mmjax.config.mesh_text import MESH_AXIS_PURPOSES, describe_mesh, parse_mesh
-from mmjax.config.settings import (
+from mmjax.config.model_settings import (
     ActivationConfig,
     AudioConfig,
-    CheckpointConfig,
-    DataConfig,
     Float,
     FullAttentionConfig,
     GatedDeltaNetConfig,
@@ -15,21 +14,25 @@ from mmjax.config.settings import (
     HyperConnectionConfig,
     IndexerConfig,
     LayerKind,
-    LengthConfig,
     LinearAttentionConfig,
-    LoraConfig,
-    MeshConfig,
     ModelConfig,
     MoeConfig,
-    OptimizerConfig,
-    QuotaConfig,
     RematResult,
     RotaryConfig,
     RouterConfig,
-    RunConfig,
-    TrainingConfig,
     VisionConfig,
     layer_kinds,
+)
+from mmjax.config.settings import (
+    CheckpointConfig,
+    DataConfig,
+    LengthConfig,
+    LoraConfig,
+    MeshConfig,
+    OptimizerConfig,
+    QuotaConfig,
+    RunConfig,
+    TrainingConfig,
     resolve_mesh,
 )
 from mmjax.config.yaml_text import flatten, from_yaml, settings_from_yaml, to_yaml

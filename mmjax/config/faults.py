@@ -1,74 +1,14 @@
 """`check`: all faults of a configuration at once, each with what was given and what to do."""
 
-import dataclasses
-import difflib
 import math
-import typing
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
 
 from mmjax import axes
-from mmjax.config.settings import (
-    AudioConfig,
-    FullAttentionConfig,
-    GroupedAttentionConfig,
-    MeshConfig,
-    ModelConfig,
-    RematResult,
-    RotaryConfig,
-    RunConfig,
-    VisionConfig,
-)
-from mmjax.errors import ConfigurationError
-
-_WITH_ROTATION = ("grouped_attention", "full_attention", "full_attention.indexer")
-# Whole numbers are at least 1, except these, which are at least 0, ...
-_MAY_BE_ZERO = {
-    "seed",
-    "lora.rank",
-    "lora.expert_rank",
-    "model.full_attention.query_rank",
-    "model.full_attention.shared_key_width",
-    *(f"model.{name}.rotary.{size}" for name in _WITH_ROTATION for size in ("width", "original_positions")),
-    "model.moe.latent_width",
-    "model.moe.num_shared_experts",
-    "model.moe.shared_width",
-    "model.moe.num_dense_layers",
-    "model.vision.num_layers",
-    "model.vision.min_pixels",
-    "model.vision.max_pixels",
-    "model.audio.num_layers",
-    "data.row_patches",
-    "data.row_clips",
-    "data.prefetch_batches",
-    "data.max_bad_samples",
-    "data.video.length",
-    "data.eval_samples",
-    "optimizer.warmup_steps",
-    "checkpoint.every_steps",
-    "training.eval_every_steps",
-}
-# ... and fractional ones are above 0, except these: (smallest, limit), the limit itself being outside.
-_RANGES = {
-    "model.linear_attention.decay_lower_bound": (-math.inf, 0.0),
-    "model.full_attention.indexer.loss_coefficient": (0.0, math.inf),
-    "model.moe.router.sign_rate": (0.0, math.inf),
-    "model.moe.router.balance_coefficient": (0.0, math.inf),
-    "model.moe.router.z_coefficient": (0.0, math.inf),
-    "model.initializer_range": (0.0, math.inf),
-    "data.max_bad_share": (0.0, 1.0),
-    "data.video.largest_stretch": (1.0, math.inf),
-    "data.video.pad_value": (-math.inf, math.inf),
-    "data.quotas.tolerance": (0.0, 1.0),
-    "optimizer.learning_rate": (0.0, math.inf),
-    "optimizer.final_learning_rate_fraction": (0.0, math.inf),
-    "optimizer.weight_decay": (0.0, math.inf),
-    "optimizer.max_gradient_norm": (0.0, math.inf),
-    "optimizer.beta1": (0.0, 1.0),
-    "optimizer.beta2": (0.0, 1.0),
-    "optimizer.muon_momentum": (0.0, 1.0),
-}
+from mmjax.config.fault import Fault, divisors_of
+from mmjax.config.model_faults import model_faults
+from mmjax.config.model_settings import ModelConfig, VisionConfig
+from mmjax.config.settings import MeshConfig, RunConfig
+from mmjax.config.value_faults import value_faults
 
 # What `parallel/sharding.py` splits array axes over, for axes whose size is a setting (a test compares the two).
 SPLIT_OVER = {
@@ -89,39 +29,14 @@ MXFP4_GROUP = 32
 BYTE_TOKENIZER_SIZE = 263
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One thing wrong with a configuration."""
-
-    path: str
-    """Dotted name of the setting, e.g. `model.moe.num_experts`."""
-    found: str
-    """What was given, with the numbers that clash."""
-    remedy: str
-    """What is possible and what to do."""
-
-
-class ConfigurationFaults(ConfigurationError):
-    """All faults of one configuration."""
-
-    def __init__(self, where: str, faults: Sequence[Fault]):
-        self.faults = tuple(faults)
-        super().__init__(
-            where,
-            found="; ".join(f"{fault.path}: {fault.found}" for fault in faults),
-            expected="settings that fit together",
-            remedy="; ".join(f"{fault.path}: {fault.remedy}" for fault in faults),
-        )
-
-
 def check(config: RunConfig) -> list[Fault]:
     """All faults of a configuration that can be seen without a device or a file.
 
     While a value has a wrong type or size, faults of combinations are not looked for: they would be noise.
     """
-    faults = list(_value_faults(config, ""))
+    faults = list(value_faults(config, ""))
     if not faults:
-        faults = [*_mesh_faults(config.mesh), *_model_faults(config.model), *_data_faults(config)]
+        faults = [*_mesh_faults(config.mesh), *model_faults(config.model), *_data_faults(config)]
         faults += [*_training_faults(config), *_adapter_faults(config), *mesh_split_faults(config)]
         faults += _pipeline_faults(config)
     return faults
@@ -129,48 +44,7 @@ def check(config: RunConfig) -> list[Fault]:
 
 def check_model(model: ModelConfig) -> list[Fault]:
     """All faults of a model, whatever a run does with it."""
-    return list(_value_faults(model, "model.")) or list(_model_faults(model))
-
-
-def _value_faults(config: Any, prefix: str) -> Iterator[Fault]:
-    kinds = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value, kind, path = getattr(config, field.name), kinds[field.name], prefix + field.name
-        if dataclasses.is_dataclass(kind):
-            yield from _value_faults(value, f"{path}.")
-        elif remedy := _reason_against_value(value, kind, path):
-            yield Fault(path=path, found=repr(value), remedy=remedy)
-
-
-def _reason_against_value(value: Any, kind: Any, path: str) -> str | None:
-    """What a value must be, if it is not that."""
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        nearest = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-        return None if value in choices else f"give one of {', '.join(choices)}{hint}"
-    if kind == tuple[str, ...]:
-        is_good = isinstance(value, tuple) and all(type(item) is str and item for item in value)
-        return None if is_good else "give texts that are not empty"
-    if kind == tuple[float, ...]:
-        is_good = isinstance(value, tuple) and all(type(item) in (int, float) and math.isfinite(item) for item in value)
-        return None if is_good else "give finite numbers"
-    if typing.get_origin(kind) is tuple:
-        is_good = isinstance(value, tuple) and all(type(item) is int and item >= 0 for item in value)
-        return None if is_good else "give whole numbers of at least 0"
-    if kind is int:
-        smallest = 0 if path in _MAY_BE_ZERO else 1
-        is_good = type(value) is int and (value >= smallest or (path.startswith("mesh.") and value == -1))
-        open_axis = ", or -1 for all devices that are left" if path.startswith("mesh.") else ""
-        return None if is_good else f"give a whole number of at least {smallest}{open_axis}"
-    if kind is float:
-        is_number = type(value) in (int, float) and math.isfinite(value)
-        if path not in _RANGES:
-            return None if is_number and value > 0 else "give a finite number above 0"
-        smallest, limit = _RANGES[path]
-        bounds = [f"at least {smallest:g}"] * (smallest > -math.inf) + [f"below {limit:g}"] * (limit < math.inf)
-        return None if is_number and smallest <= value < limit else f"give a finite number {' and '.join(bounds)}"
-    return None if type(value) is kind else {"str": "give text", "bool": "give true or false"}[kind.__name__]
+    return list(value_faults(model, "model.")) or list(model_faults(model))
 
 
 def _mesh_faults(mesh: MeshConfig) -> Iterator[Fault]:
@@ -178,187 +52,6 @@ def _mesh_faults(mesh: MeshConfig) -> Iterator[Fault]:
     if len(open_axes) > 1:
         found = f"-1 for {', '.join(open_axes)}"
         yield Fault(path="mesh", found=found, remedy="only one axis may be -1; give the others a size")
-
-
-def _model_faults(model: ModelConfig) -> Iterator[Fault]:
-    moe, layers = model.moe, model.full_attention_layers
-    if bad := [layer for layer in layers if layer >= model.num_layers]:
-        yield Fault(
-            path="model.full_attention_layers",
-            found=f"{bad} with num_layers={model.num_layers}",
-            remedy=f"layers are counted from 0: give numbers up to {model.num_layers - 1}",
-        )
-    if len(set(layers)) < len(layers):
-        yield Fault(path="model.full_attention_layers", found=f"{layers}", remedy="give each layer once")
-    if moe.num_dense_layers > model.num_layers:
-        found = f"{moe.num_dense_layers} with num_layers={model.num_layers}"
-        yield Fault(path="model.moe.num_dense_layers", found=found, remedy=f"give at most {model.num_layers}")
-    if moe.num_dense_layers < model.num_layers:
-        yield from _router_faults(model)
-    if model.residual == "hyper" and model.vision.deep_layers:
-        remedy = "features of a tower join one running sum: give residual='plain' or 'attention'"
-        yield Fault(path="model.residual", found="'hyper' with model.vision.deep_layers", remedy=remedy)
-    net, has_linear = model.gated_delta_net, len(set(layers)) < model.num_layers
-    if has_linear and model.linear_attention_kind == "gated_delta_net" and net.num_value_heads % net.num_key_heads:
-        yield Fault(
-            path="model.gated_delta_net.num_key_heads",
-            found=f"{net.num_key_heads} with num_value_heads={net.num_value_heads}",
-            remedy=f"give a divisor of {net.num_value_heads}: {_divisors(net.num_value_heads)}",
-        )
-    if model.full_attention_layers and model.full_attention_kind == "grouped":
-        yield from _grouped_attention_faults(model.grouped_attention)
-    elif model.full_attention_layers:
-        yield from _latent_attention_faults(model.full_attention)
-    yield from _remat_faults(model)
-    if model.vision.is_present:
-        yield from _vision_faults(model)
-    if model.audio.is_present:
-        yield from _audio_faults(model.audio)
-
-
-def _remat_faults(model: ModelConfig) -> Iterator[Fault]:
-    known = typing.get_args(RematResult)
-    for path, names in (("model.remat_keep", model.remat_keep), ("model.remat_offload", model.remat_offload)):
-        if unknown := [name for name in names if name not in known]:
-            yield Fault(path=path, found=f"{unknown}", remedy=f"give some of {', '.join(known)}")
-        elif names and model.remat == "none":
-            yield Fault(path=path, found=f"{list(names)} with remat=none", remedy="everything is kept: give none")
-    if twice := set(model.remat_keep) & set(model.remat_offload):
-        found, remedy = f"{sorted(twice)} in remat_keep too", "keep each result in one place"
-        yield Fault(path="model.remat_offload", found=found, remedy=remedy)
-
-
-def _vision_faults(model: ModelConfig) -> Iterator[Fault]:
-    vision = model.vision
-    if vision.channels not in (1, 3):
-        found = str(vision.channels)
-        yield Fault(path="model.vision.channels", found=found, remedy="give 1 (grey) or 3 (colour)")
-    for name in ("pixel_mean", "pixel_deviation"):
-        numbers = getattr(vision, name)
-        is_zero = name == "pixel_deviation" and any(number <= 0 for number in numbers)
-        if len(numbers) not in (0, vision.channels) or is_zero:
-            remedy = f"give {vision.channels} numbers{' above 0' * is_zero}, one for each channel, or none"
-            yield Fault(path=f"model.vision.{name}", found=str(list(numbers)), remedy=remedy)
-    if vision.max_pixels and vision.max_pixels < (smallest := max(vision.min_pixels, 4 * vision.patch_pixels**2)):
-        yield Fault(
-            path="model.vision.max_pixels",
-            found=f"{vision.max_pixels} with min_pixels={vision.min_pixels}, patch_pixels={vision.patch_pixels}",
-            remedy=f"give at least {smallest}, or 0",
-        )
-    if vision.patches_per_feature == 4 and vision.head_width % 4:
-        found, remedy = str(vision.head_width), "give a multiple of 4: rotary pairs alternate between two axes"
-        yield Fault(path="model.vision.head_width", found=found, remedy=remedy)
-    if vision.kind == "moonvit" and vision.width % 2:
-        remedy = "give an even number: half of it are sines of the frame, half cosines"
-        yield Fault(path="model.vision.width", found=str(vision.width), remedy=remedy)
-    depths, deep = vision.feature_depths, vision.deep_layers
-    if vision.kind == "clip" and (not depths or max(depths) > vision.num_layers):
-        found = f"{list(depths)} with num_layers={vision.num_layers}"
-        remedy = f"give one or more depths of at most {vision.num_layers}"
-        yield Fault(path="model.vision.feature_depths", found=found, remedy=remedy)
-    if len(vision.tilings) % 2 or 0 in vision.tilings:
-        found, remedy = str(list(vision.tilings)), "give rows, columns, rows, columns, ... of at least 1"
-        yield Fault(path="model.vision.tilings", found=found, remedy=remedy)
-    if vision.tilings and (vision.newline == "none" or vision.class_feature == "keep"):
-        yield Fault(
-            path="model.vision.tilings",
-            found=f"{list(vision.tilings)} with newline={vision.newline!r}, class_feature={vision.class_feature!r}",
-            remedy="rows of a tiled picture end with a newline and have no class tokens: give newline='learned' and"
-            " class_feature='drop'",
-        )
-    if deep and (list(deep) != sorted(set(deep)) or deep[-1] >= vision.num_layers or len(deep) > model.num_layers):
-        yield Fault(
-            path="model.vision.deep_layers",
-            found=f"{list(deep)} with num_layers={vision.num_layers} and {model.num_layers} decoder layers",
-            remedy=f"give rising numbers below {vision.num_layers}, no more than there are decoder layers",
-        )
-    if deep and vision.kind != "qwen3_vl":
-        found = f"{list(deep)} with kind={vision.kind!r}"
-        yield Fault(path="model.vision.deep_layers", found=found, remedy="leave it empty, or give kind='qwen3_vl'")
-    if model.grouped_attention.rotary.sections and vision.kind != "qwen3_vl":
-        yield Fault(
-            path="model.grouped_attention.rotary.sections",
-            found=f"{list(model.grouped_attention.rotary.sections)} with model.vision.kind={vision.kind!r}",
-            remedy="only windows of qwen3_vl have rows and columns that turn tokens: leave it empty",
-        )
-
-
-def _audio_faults(audio: AudioConfig) -> Iterator[Fault]:
-    step = 2 * audio.values_per_feature
-    if audio.clip_frames % step:
-        yield Fault(
-            path="model.audio.clip_frames",
-            found=f"{audio.clip_frames} with values_per_feature={audio.values_per_feature}",
-            remedy=f"give a multiple of {step}: two frames make a value, values_per_feature of them a feature",
-        )
-
-
-def _grouped_attention_faults(grouped: GroupedAttentionConfig) -> Iterator[Fault]:
-    path = "model.grouped_attention"
-    if grouped.num_heads % grouped.num_key_heads:
-        yield Fault(
-            path=f"{path}.num_key_heads",
-            found=f"{grouped.num_key_heads} with num_heads={grouped.num_heads}",
-            remedy=f"give a divisor of {grouped.num_heads}: {_divisors(grouped.num_heads)}",
-        )
-    yield from _rotary_faults(grouped.rotary, f"{path}.rotary", grouped.head_width)
-
-
-def _latent_attention_faults(full: FullAttentionConfig) -> Iterator[Fault]:
-    if full.rotary.width not in (0, full.shared_key_width):
-        yield Fault(
-            path="model.full_attention.rotary.width",
-            found=f"{full.rotary.width} with shared_key_width={full.shared_key_width}",
-            remedy="give the same, or 0 to turn nothing",
-        )
-    yield from _rotary_faults(full.rotary, "model.full_attention.rotary", full.shared_key_width)
-    indexer = full.indexer
-    if indexer.stage != "none":
-        yield from _rotary_faults(indexer.rotary, "model.full_attention.indexer.rotary", indexer.head_width)
-
-
-def _rotary_faults(rotary: RotaryConfig, path: str, largest_width: int) -> Iterator[Fault]:
-    if rotary.width % 2 or rotary.width > largest_width:
-        remedy = f"give an even number of at most {largest_width}"
-        yield Fault(path=f"{path}.width", found=str(rotary.width), remedy=remedy)
-    if rotary.scaling in ("llama3", "yarn") and not rotary.original_positions:
-        found = f"0 with scaling={rotary.scaling!r}"
-        yield Fault(path=f"{path}.original_positions", found=found, remedy="give the row length of the first training")
-    if rotary.sections and (len(rotary.sections) != 3 or sum(rotary.sections) != rotary.width // 2):
-        found = f"{list(rotary.sections)} with width={rotary.width}"
-        remedy = f"give three numbers (frame, row, column) with the sum {rotary.width // 2}"
-        yield Fault(path=f"{path}.sections", found=found, remedy=remedy)
-
-
-def _router_faults(model: ModelConfig) -> Iterator[Fault]:
-    moe, router = model.moe, model.moe.router
-    if moe.transport == "ring" and moe.exchange_chunks > 1:
-        found = f"{moe.exchange_chunks} with transport='ring'"
-        yield Fault(path="model.moe.exchange_chunks", found=found, remedy="give 1: the steps of a ring are its chunks")
-    if router.balancing != "none" and not router.correction_bias:
-        found = f"{router.balancing!r} with correction_bias=False"
-        remedy = "balancing moves that bias: give correction_bias=True, or balancing='none'"
-        yield Fault(path="model.moe.router.balancing", found=found, remedy=remedy)
-    if moe.num_experts % router.num_groups:
-        yield Fault(
-            path="model.moe.router.num_groups",
-            found=f"{router.num_groups} with num_experts={moe.num_experts}",
-            remedy=f"give a divisor of {moe.num_experts}: {_divisors(moe.num_experts)}",
-        )
-        return
-    if router.top_groups > router.num_groups:
-        found = f"{router.top_groups} with num_groups={router.num_groups}"
-        yield Fault(path="model.moe.router.top_groups", found=found, remedy=f"give at most {router.num_groups}")
-        return
-    reachable = moe.num_experts // router.num_groups * router.top_groups
-    # Quantile balancing compares with the best expert that was not taken.
-    largest = reachable - 1 if router.balancing == "quantile" else reachable
-    if moe.experts_per_token > largest:
-        yield Fault(
-            path="model.moe.experts_per_token",
-            found=f"{moe.experts_per_token} of {reachable} experts a token may take, balancing={router.balancing!r}",
-            remedy=f"give at most {largest}, or more experts",
-        )
 
 
 def _data_faults(config: RunConfig) -> Iterator[Fault]:
@@ -575,10 +268,5 @@ def mesh_split_faults(config: RunConfig) -> Iterator[Fault]:
                 path=path,
                 found=f"{size} ({array_axis}) over {split}" + (f" = {parts}" if len(mesh_axes) > 1 else ""),
                 remedy=f"give a multiple of {parts}, e.g. {larger}, or mesh sizes whose product divides {size}:"
-                f" {_divisors(size)}",
+                f" {divisors_of(size)}",
             )
-
-
-def _divisors(number: int) -> str:
-    divisors = [divisor for divisor in range(1, min(number, 1024) + 1) if number % divisor == 0]
-    return ", ".join(str(divisor) for divisor in divisors[:12]) + (", ..." if len(divisors) > 12 else "")

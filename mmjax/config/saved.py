@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from mmjax.config.faults import ConfigurationFaults, Fault
+from mmjax.config.fault import ConfigurationFaults, Fault
 from mmjax.config.settings import RunConfig
 from mmjax.config.yaml_text import flatten, from_yaml, to_yaml
 from mmjax.errors import ConfigurationError, writing

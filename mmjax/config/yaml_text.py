@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
-from mmjax.config.faults import ConfigurationFaults, Fault
+from mmjax.config.fault import ConfigurationFaults, Fault
 from mmjax.config.settings import RunConfig
 from mmjax.errors import ConfigurationError
 

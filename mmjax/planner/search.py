@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mmjax import axes
 from mmjax.config import MeshConfig, RunConfig, check, describe_mesh, mesh_split_faults
-from mmjax.config.faults import Fault
+from mmjax.config.fault import Fault
 from mmjax.planner.adapters import FULL, Tuning
 from mmjax.planner.cost import model_flops_utilisation
 from mmjax.planner.hardware import Cluster
