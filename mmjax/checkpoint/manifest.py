@@ -35,7 +35,9 @@ def check_files(path: Path, manifest: dict[str, Any]) -> None:
     Raises:
       Damage: one is not.
     """
-    for name, entry in manifest["files"].items():
+    if not isinstance(files := manifest.get("files"), dict):
+        raise Damage(f"file {MANIFEST} names no files")
+    for name, entry in files.items():
         file = path / name
         if not file.exists():
             raise Damage(f"file {name} is missing")
