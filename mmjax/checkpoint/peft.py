@@ -43,6 +43,8 @@ _SINGLE_EXPERTS = ("kimi_k3", "kimi_k31")
 # Families for which peft takes these names among `target_modules` for experts', wherever the modules are: their weights
 # are named as parameters instead, which gives the same tensors.
 _TAKEN_FOR_EXPERTS = ("deepseek_v3", "deepseek_v32", "qwen3_moe", "qwen3_next")
+# Modules of the transformers model that are no part of ours, though some have the last words of ours.
+_LEFT_OUT = {"glm5_next": r"model\.visual\..*"}
 _FUSED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
@@ -165,6 +167,8 @@ def export_adapter(
             *_shortest(sorted(parameters), others),
             *(f"{name}.weight" for name in _shortest(sorted(as_parameters), [*others, *ranks])),
         ]
+    if model_type in _LEFT_OUT:
+        config["exclude_modules"] = _LEFT_OUT[model_type]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {name: np.ascontiguousarray(array) for name, array in sorted(tensors.items())}

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mmjax.checkpoint.peft import export_adapter, read_adapter
 from mmjax.data.batch import Batch
 from mmjax.models.families.released import from_released, to_released
+from mmjax.models.lora import define_adapted, match, merge
 from mmjax.models.multimodal import define
 
 LENGTHS = (19, 14)
@@ -254,6 +256,77 @@ def picture_parity(save, ours_in_float64, one_device, tmp_path) -> Callable:
             patch_segment_ids=np.zeros_like(batch.patch_segment_ids),
             patch_feature=np.full_like(batch.patch_feature, -1),
         )
+
+    return check
+
+
+def random_factors(definition) -> dict[str, np.ndarray]:
+    """Large ones in float64, with values that float32 holds."""
+    random = np.random.default_rng(1)
+    return {
+        path: random.normal(size=v.get_value().shape, scale=0.3).astype(np.float32).astype(np.float64)
+        for path, v in definition.parameters.items()
+    }
+
+
+@pytest.fixture
+def peft_parity(save, ours_in_float64, one_device, tmp_path) -> Callable:
+    """`peft_parity(family, theirs, lora, batch, inputs={})`: stock peft gives our logits, and what it saves comes back.
+
+    Of a model in float64 whose modelling code computes in float64: for the batch, for which transformers gets `inputs`
+    beside its tokens, peft on what we export gives the logits of our adapters, and so do we with them merged. `vendor`
+    as above.
+    """
+    torch, peft = map(pytest.importorskip, ("torch", "peft"))
+
+    def check(family, theirs, lora, batch: Batch, inputs: dict | None = None, *, vendor=lambda t: t):
+        released, is_real = save(theirs), batch.segment_ids > 0
+        released.tensors = vendor(released.tensors)
+        kind = released.config["model_type"]
+        with jax.enable_x64(True):
+            model, parameters, biases = ours_in_float64(family, released)
+            tensors = list(family.released_tensors(model))
+            matched = match(model, lora, tensors)
+            definition = define_adapted(model, lora, matched)
+            factors = random_factors(definition)
+
+            def logits(definition):
+                @jax.jit
+                @one_device
+                def run(parameters, biases, frozen, batch):
+                    assembled = definition.assemble(parameters, biases, frozen)
+                    hidden, _ = assembled(batch)
+                    return jnp.einsum("bsd,dv->bsv", hidden, assembled.decoder.head_weights(hidden.dtype))
+
+                return lambda *arrays: np.asarray(run(*arrays, batch))[is_real]
+
+            ours, plain = logits(definition)(factors, biases, parameters), logits(define(model))
+            whole = merge(model, lora, matched, factors, parameters)
+            merged = {path: np.asarray(array) for path, array in whole.items()}
+            merged_logits, base_logits = plain(merged, biases, {}), plain(parameters, biases, {})
+        export_adapter(tmp_path / "adapter", model, lora, matched, tensors, kind, factors)
+        theirs.requires_grad_(False)
+        given = {"input_ids": torch.tensor(batch.tokens).long(), **(inputs or {})}
+        given["attention_mask"] = torch.tensor(is_real.astype(np.int64))
+        assert np.abs(theirs(**given).logits.numpy()[is_real] - base_logits).max() <= 1e-9 * np.abs(base_logits).max()
+        # Keys that are missing or left over are warnings of peft, which are errors here.
+        adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+        scale = np.abs(ours).max()
+        error = np.abs(adapted(**given).logits.numpy()[is_real] - ours).max() / scale
+        print(f"{kind}: {len(matched)} projections, peft {error:.1e}")
+        assert error <= 1e-9
+        assert np.abs(merged_logits - ours).max() <= 1e-12 * scale
+        assert np.abs(base_logits - ours).max() > 0.05 * scale
+
+        again = read_adapter(tmp_path / "adapter", model, lora, matched, tensors, kind)
+        assert again.keys() == factors.keys()
+        for path, factor in factors.items():
+            np.testing.assert_array_equal(again[path], factor, err_msg=path)
+        # What peft itself saves is read too.
+        adapted.save_pretrained(tmp_path / "theirs")
+        for path, factor in read_adapter(tmp_path / "theirs", model, lora, matched, tensors, kind).items():
+            np.testing.assert_array_equal(factor, factors[path], err_msg=path)
+        return matched
 
     return check
 

@@ -50,6 +50,12 @@ def test_fuyu_equals_transformers(in_float64, randomise, picture_parity):
 
     in_float64(modeling_persimmon, modeling_rope_utils)
     theirs = randomise(transformers.FuyuForCausalLM(config_of()))
+    alone, inputs, packed, places = fuyu_case()
+    picture_parity(fuyu, theirs, alone, inputs, packed, places)
+
+
+def fuyu_case():
+    """(batch of a sample a row, what transformers gets beside its tokens, the samples packed, where they lie)."""
     random = np.random.default_rng(0)
     patches = [random.normal(size=(rows * columns, VALUES)) for rows, columns in GRIDS]
     pictures = [picture(p, *grid) for p, grid in zip(patches, GRIDS, strict=True)]
@@ -63,7 +69,7 @@ def test_fuyu_equals_transformers(in_float64, randomise, picture_parity):
     packed = batch_of([samples[1:], samples[:1], []], row_tokens=28, **options)
     # One row of patches for all samples: transformers puts them in the order of the placeholders.
     inputs = {"pixel_values": torch.tensor(np.concatenate(patches))[None]}
-    picture_parity(fuyu, theirs, alone, inputs, packed, [(1, 0), (0, 0), (0, 5)])
+    return alone, inputs, packed, [(1, 0), (0, 0), (0, 5)]
 
 
 def test_without_rotary_settings_the_base_is_that_of_transformers():

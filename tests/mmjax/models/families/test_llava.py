@@ -100,22 +100,33 @@ def batches(samples, *, row_tokens, row_patches):
 def test_llava_equals_transformers(settings, in_float64, randomise, picture_parity):
     widened(in_float64)
     theirs = randomise(transformers.LlavaForConditionalGeneration(config_of(transformers.LlavaConfig, **settings)))
-    random = np.random.default_rng(0)
-    pixels = random.normal(size=(4, 3, SIDE, SIDE))
-    pictures = [picture(p, keep_class="vision_feature_layer" in settings) for p in pixels]
-    samples = [
-        join([[5, 7, 9], pictures[0], [11, 4], pictures[1], pictures[2], [6, 8]], values=VALUES),
-        join([[3, 12, 17, 5, 6]], values=VALUES),
-        join([pictures[3], [9, 13, 14, 15]], values=VALUES),
-    ]
-    alone, packed, places = batches(samples, row_tokens=42, row_patches=40)
-    picture_parity(llava, theirs, alone, {"pixel_values": torch.tensor(pixels)}, packed, places)
+    alone, inputs, packed, places = llava_case(keep_class="vision_feature_layer" in settings)
+    picture_parity(llava, theirs, alone, inputs, packed, places)
 
 
 def test_llava_next_equals_transformers(in_float64, randomise, picture_parity):
     widened(in_float64)
     config = config_of(transformers.LlavaNextConfig, **NEXT)
     theirs = randomise(transformers.LlavaNextForConditionalGeneration(config))
+    alone, inputs, packed, places = llava_next_case(config)
+    picture_parity(llava_next, theirs, alone, inputs, packed, places)
+
+
+def llava_case(*, keep_class):
+    """(batch of a sample a row, what transformers gets beside its tokens, the samples packed, where they lie)."""
+    random = np.random.default_rng(0)
+    pixels = random.normal(size=(4, 3, SIDE, SIDE))
+    pictures = [picture(p, keep_class=keep_class) for p in pixels]
+    samples = [
+        join([[5, 7, 9], pictures[0], [11, 4], pictures[1], pictures[2], [6, 8]], values=VALUES),
+        join([[3, 12, 17, 5, 6]], values=VALUES),
+        join([pictures[3], [9, 13, 14, 15]], values=VALUES),
+    ]
+    alone, packed, places = batches(samples, row_tokens=42, row_patches=40)
+    return alone, {"pixel_values": torch.tensor(pixels)}, packed, places
+
+
+def llava_next_case(config):
     vision = llava_next.read_config(config.to_dict()).vision
     # Wide, tall and square ones; padding above and below, left and right, and none.
     sizes = [(20, 31), (40, 9), (30, 30), (7, 50)]
@@ -133,8 +144,7 @@ def test_llava_next_equals_transformers(in_float64, randomise, picture_parity):
     padded = np.zeros((4, 5, 3, SIDE, SIDE))
     for number, one in enumerate(tiles):
         padded[number, : len(one)] = one
-    inputs = {"pixel_values": torch.tensor(padded), "image_sizes": torch.tensor(sizes)}
-    picture_parity(llava_next, theirs, alone, inputs, packed, places)
+    return alone, {"pixel_values": torch.tensor(padded), "image_sizes": torch.tensor(sizes)}, packed, places
 
 
 def test_a_released_config_that_is_silent_means_a_llama_7b_and_a_large_clip():

@@ -5,7 +5,6 @@ import json
 import pkgutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,8 +14,8 @@ from mmjax.data.batch import Batch
 from mmjax.errors import CheckpointError
 from mmjax.models import families
 from mmjax.models.families import deepseek_v3, kimi_linear, llama, minimax_m2, qwen3_moe, qwen3_next
-from mmjax.models.lora import define_adapted, match, merge
-from mmjax.models.multimodal import define
+from mmjax.models.lora import define_adapted, match
+from tests.mmjax.models.families.conftest import random_factors
 
 torch, transformers, peft = map(pytest.importorskip, ("torch", "transformers", "peft"))
 load_file, save_file = (getattr(pytest.importorskip("safetensors.numpy"), name) for name in ("load_file", "save_file"))
@@ -207,15 +206,6 @@ def batch_of(vocabulary_size: int) -> Batch:
     )
 
 
-def random_factors(definition) -> dict[str, np.ndarray]:
-    """Large ones in float64, with values that float32 holds."""
-    random = np.random.default_rng(1)
-    return {
-        path: random.normal(size=v.get_value().shape, scale=0.3).astype(np.float32).astype(np.float64)
-        for path, v in definition.parameters.items()
-    }
-
-
 @pytest.mark.parametrize(
     ("make", "lora"),
     [
@@ -228,52 +218,9 @@ def random_factors(definition) -> dict[str, np.ndarray]:
         pytest.param(tiny_kimi_linear, LoraConfig(rank=4, targets=("w1", "kv_b_proj", "f_b_proj")), id="gates alone"),
     ],
 )
-def test_stock_peft_gives_our_logits_and_comes_back(
-    make, lora, in_float64, randomise, save, ours_in_float64, one_device, tmp_path
-):
+def test_stock_peft_gives_our_logits_and_comes_back(make, lora, in_float64, randomise, peft_parity):
     family, theirs = make(in_float64)
-    released = save(randomise(theirs))
-    kind = released.config["model_type"]
-    with jax.enable_x64(True):
-        model, parameters, biases = ours_in_float64(family, released)
-        tensors = list(family.released_tensors(model))
-        matched = match(model, lora, tensors)
-        definition = define_adapted(model, lora, matched)
-        factors, batch = random_factors(definition), batch_of(model.vocabulary_size)
-
-        def logits(definition):
-            @jax.jit
-            @one_device
-            def run(parameters, biases, frozen, batch):
-                assembled = definition.assemble(parameters, biases, frozen)
-                hidden, _ = assembled(batch)
-                return jnp.einsum("bsd,dv->bsv", hidden, assembled.decoder.head_weights(hidden.dtype))
-
-            return lambda *arrays: np.asarray(run(*arrays, batch))
-
-        ours, plain = logits(definition)(factors, biases, parameters), logits(define(model))
-        merged = {path: np.asarray(array) for path, array in merge(model, lora, matched, factors, parameters).items()}
-        merged_logits, base_logits = plain(merged, biases, {}), plain(parameters, biases, {})
-    export_adapter(tmp_path / "adapter", model, lora, matched, tensors, kind, factors)
-    theirs.requires_grad_(False)
-    tokens = torch.tensor(batch.tokens).long()
-    assert np.abs(theirs(tokens).logits.numpy() - base_logits).max() <= 1e-9 * np.abs(base_logits).max()
-    # Keys that are missing or left over are warnings of peft, which are errors here.
-    adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
-    given = adapted(tokens).logits.numpy()
-    scale = np.abs(ours).max()
-    assert np.abs(given - ours).max() <= 1e-9 * scale
-    assert np.abs(merged_logits - ours).max() <= 1e-12 * scale
-    assert np.abs(base_logits - ours).max() > 0.05 * scale
-
-    again = read_adapter(tmp_path / "adapter", model, lora, matched, tensors, kind)
-    assert again.keys() == factors.keys()
-    for path, factor in factors.items():
-        np.testing.assert_array_equal(again[path], factor, err_msg=path)
-    # What peft itself saves is read too.
-    adapted.save_pretrained(tmp_path / "theirs")
-    for path, factor in read_adapter(tmp_path / "theirs", model, lora, matched, tensors, kind).items():
-        np.testing.assert_array_equal(factor, factors[path], err_msg=path)
+    peft_parity(family, randomise(theirs), lora, batch_of(theirs.config.vocab_size))
 
 
 def test_all_families_whose_projections_peft_takes_for_experts_are_named():

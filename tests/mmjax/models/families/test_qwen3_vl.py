@@ -66,25 +66,30 @@ def check(in_float64, randomise, picture_parity):
         in_float64(module, modeling_rope_utils, vision_utils)
         # Made after that: frequencies are computed when a model is made.
         theirs = randomise(kind(config))
-        random = np.random.default_rng(0)
-        patches = [random.normal(size=(rows * columns, VALUES)) for rows, columns in GRIDS]
-        pictures = [picture(*pair) for pair in ((p, *grid) for p, grid in zip(patches, GRIDS, strict=True))]
-        sizes = {"values": VALUES, "patches_per_feature": 4}
-        samples = [
-            join([[5, START], pictures[0], [END, 4, START], pictures[1], [END, START], pictures[2], [END, 8]], **sizes),
-            join([[3, 12, 17, 5, 6]], **sizes),
-            join([[9, START], pictures[3], [END, 13, 14, 15]], **sizes),
-        ]
-        alone = batch_of([[sample] for sample in samples], row_tokens=24, row_patches=44, **sizes)
-        packed = batch_of([samples[1:], samples[:1], []], row_tokens=24, row_patches=44, **sizes)
-        inputs = {
-            "pixel_values": torch.tensor(np.concatenate(patches)),
-            "image_grid_thw": torch.tensor([(1, *grid) for grid in GRIDS]),
-            "mm_token_type_ids": torch.tensor((alone.feature_index >= 0).astype(np.int64)),
-        }
-        return picture_parity(family, theirs, alone, inputs, packed, [(1, 0), (0, 0), (0, 5)], **options)
+        return picture_parity(family, theirs, *qwen_case(), **options)
 
     return run
+
+
+def qwen_case():
+    """(batch of a sample a row, what transformers gets beside its tokens, the samples packed, where they lie)."""
+    random = np.random.default_rng(0)
+    patches = [random.normal(size=(rows * columns, VALUES)) for rows, columns in GRIDS]
+    pictures = [picture(*pair) for pair in ((p, *grid) for p, grid in zip(patches, GRIDS, strict=True))]
+    sizes = {"values": VALUES, "patches_per_feature": 4}
+    samples = [
+        join([[5, START], pictures[0], [END, 4, START], pictures[1], [END, START], pictures[2], [END, 8]], **sizes),
+        join([[3, 12, 17, 5, 6]], **sizes),
+        join([[9, START], pictures[3], [END, 13, 14, 15]], **sizes),
+    ]
+    alone = batch_of([[sample] for sample in samples], row_tokens=24, row_patches=44, **sizes)
+    packed = batch_of([samples[1:], samples[:1], []], row_tokens=24, row_patches=44, **sizes)
+    inputs = {
+        "pixel_values": torch.tensor(np.concatenate(patches)),
+        "image_grid_thw": torch.tensor([(1, *grid) for grid in GRIDS]),
+        "mm_token_type_ids": torch.tensor((alone.feature_index >= 0).astype(np.int64)),
+    }
+    return alone, inputs, packed, [(1, 0), (0, 0), (0, 5)]
 
 
 def test_qwen3_vl_equals_transformers(check):
