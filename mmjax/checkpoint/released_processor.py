@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from mmjax.checkpoint.strict_json import read_json
 from mmjax.config import ConfigurationFaults, ModelConfig, VisionConfig, check_model
-from mmjax.data.images import MAX_SIDE_PATCHES
+from mmjax.data.images import CHESSBOARD_GREY, CHESSBOARD_SQUARE, CHESSBOARD_WHITE, MAX_SIDE_PATCHES
 from mmjax.data.picture_layout import pixel_statistics
 from mmjax.errors import CheckpointError
 from mmjax.presets import fuyu, qwen3_vl
@@ -24,6 +24,15 @@ _IGNORED = {
     *("image_processor_type", "processor_class", "feature_extractor_type", "auto_map", "config_type", "backend"),
     *("data_format", "input_data_format", "default_to_square", "return_tensors", "device", "disable_grouping"),
     *("num_pooled_tokens", "model_input_names", "video_processor_type", "temporal_merge_kernel_size", "sample_fps"),
+    "timestamp_mode",
+}
+# What Kimi-K3 lays transparent pictures on.
+_CHESSBOARD = {
+    "pattern": "chessboard",
+    "chessboard_square_size": CHESSBOARD_SQUARE,
+    "chessboard_square_on_top_left": True,
+    "chessboard_white_value": CHESSBOARD_WHITE,
+    "chessboard_gray_value": CHESSBOARD_GREY,
 }
 
 
@@ -47,7 +56,7 @@ class _Fields:
         raise CheckpointError(
             f"{self._file}: {name}",
             found=found,
-            expected=f"{expected}, as pictures are prepared here for this kind of tower",
+            expected=f"{expected or 'none'}, as pictures are prepared here for this kind of tower",
             remedy="train with pictures that are prepared so, or remove the field if it changes nothing",
         )
 
@@ -135,7 +144,17 @@ def _sizes(fields: _Fields, vision: VisionConfig) -> dict[str, Any]:
             for name, limit in limits:
                 if type(limit) is not int or limit < 4:
                     fields.refuse(name, f"{limit!r}"[:80], "a number of patches, at least 4")
-            return {"max_pixels": limits[0][1] * vision.patch_pixels**2} if limits else {}
+                if limit != limits[0][1]:
+                    fields.refuse(name, str(limit), f"{limits[0][1]}, as {limits[0][0]} says")
+            fields.expect("patch_limit_on_one_side", MAX_SIDE_PATCHES)
+            fields.expect("fixed_output_tokens")
+            changes: dict[str, Any] = {"max_pixels": limits[0][1] * vision.patch_pixels**2} if limits else {}
+            fields.expect("transparent_bg_config", _CHESSBOARD)
+            has_chessboard = fields.take("transparent_bg_config") is not None
+            if has_chessboard:
+                changes["transparency"] = "chessboard"
+            fields.expect("transparent_bg_fill_stage", "after_resize", *([] if has_chessboard else ["before_resize"]))
+            return changes
         case "qwen3_vl":
             size = size or {}
             if not isinstance(size, dict) or size.keys() - {"shortest_edge", "longest_edge"}:

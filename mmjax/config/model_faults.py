@@ -80,6 +80,9 @@ def _vision_faults(model: ModelConfig) -> Iterator[Fault]:
             found=f"{vision.max_pixels} with min_pixels={vision.min_pixels}, patch_pixels={vision.patch_pixels}",
             remedy=f"give at least {smallest}, or 0",
         )
+    if vision.transparency == "chessboard" and (vision.kind != "moonvit" or vision.channels != 3):
+        found = f"chessboard with kind={vision.kind}, channels={vision.channels}"
+        yield Fault(path="model.vision.transparency", found=found, remedy="give white, or a moonvit tower of colours")
     if vision.patches_per_feature == 4 and vision.head_width % 4:
         found, remedy = str(vision.head_width), "give a multiple of 4: rotary pairs alternate between two axes"
         yield Fault(path="model.vision.head_width", found=found, remedy=remedy)

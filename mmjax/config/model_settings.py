@@ -266,6 +266,9 @@ class VisionConfig:
     max_pixels: int = 0
     """A picture is scaled up (`qwen3_vl`) and down (`qwen3_vl`, `moonvit`) to these limits; 0 takes those of the kind's
     released processor."""
+    transparency: Literal["white", "chessboard"] = "white"
+    """What transparent pictures are laid on: white; or, once they are scaled, Kimi-K3's white and grey squares
+    (`moonvit`)."""
 
     @property
     def is_present(self) -> bool:

@@ -387,7 +387,8 @@ def _sound_reader(sound: SoundFile) -> ModuleType:
 
 def read_pixels(placed: PlacedPicture, data: DataConfig, vision: VisionConfig) -> np.ndarray:
     """A picture, or the first frame of a clip, scaled: uint8 [height, width, channels]."""
-    return images.resize(_read(placed, data, vision, {})[0], placed.size)
+    pixels = images.resize(_read(placed, data, vision, {})[0], placed.size)
+    return images.on_chessboard(pixels) if pixels.shape[2] == 4 else pixels
 
 
 def _read(
@@ -396,7 +397,9 @@ def _read(
     """The frames of a clip, or one picture; videos in `read` are not decoded again."""
     picture = placed.picture
     if not isinstance(picture, Clip):
-        return [images.read_pixels(picture, max_pixels=data.image_max_pixels, channels=vision.channels)]
+        keeps_alpha = vision.transparency == "chessboard"
+        options = {"max_pixels": data.image_max_pixels, "channels": vision.channels}
+        return [images.read_pixels(picture, **options, keeps_alpha=keeps_alpha)]
     if id(picture.video) not in read:
         read[id(picture.video)] = videos.read_frames(picture.video, data, vision.channels)
     return list(read[id(picture.video)][picture.start : picture.stop])

@@ -23,6 +23,8 @@ from mmjax.errors import DataError
 # Formats that are pictures and nothing else: EPS and SVG are programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MAX_SIDE_PATCHES = 512
+# What Kimi-K3 lays transparent pictures on: squares of so many pixels a side, the first one white.
+CHESSBOARD_SQUARE, CHESSBOARD_WHITE, CHESSBOARD_GREY = 8, 255, 180
 HALF = (0.5, 0.5, 0.5)
 MAX_VIDEO_PIXELS = 500_000_000
 """Of all frames of a video together."""
@@ -38,14 +40,18 @@ def read_size(picture: Picture, max_pixels: int) -> tuple[int, int]:
         return image.size
 
 
-def read_pixels(picture: Picture, *, max_pixels: int, channels: int) -> np.ndarray:
-    """uint8 [height, width, channels]. Transparent pictures are laid on white; 16-bit grey keeps its upper 8 bits."""
+def read_pixels(picture: Picture, *, max_pixels: int, channels: int, keeps_alpha: bool = False) -> np.ndarray:
+    """uint8 [height, width, channels]. Transparent pictures are laid on white; 16-bit grey keeps its upper 8 bits.
+
+    With `keeps_alpha` a file's transparent picture comes as [height, width, 4], for `on_chessboard`.
+    """
     mode = {1: "L", 3: "RGB"}[channels]
     if isinstance(picture, np.ndarray):
         pixels = np.asarray(PIL.Image.fromarray(picture).convert(mode)) if picture.ndim == 3 else picture
     else:
         with opened(picture, max_pixels) as image:
-            pixels = np.asarray(_flattened(image).convert(mode))
+            mode = "RGBA" if keeps_alpha and image.has_transparency_data else mode
+            pixels = np.asarray((image if mode == "RGBA" else _flattened(image)).convert(mode))
     return pixels if pixels.ndim == 3 else np.repeat(pixels[:, :, None], channels, axis=2)
 
 
@@ -56,6 +62,14 @@ def _flattened(image: PIL.Image.Image) -> PIL.Image.Image:
     if image.mode.startswith("I;16"):
         return PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image
+
+
+def on_chessboard(pixels: np.ndarray) -> np.ndarray:
+    """uint8 [height, width, 4] -> [height, width, 3], laid on white and grey squares."""
+    row, column = (np.arange(size) // CHESSBOARD_SQUARE for size in pixels.shape[:2])
+    board = np.where((row[:, None] + column[None, :]) % 2, np.float32(CHESSBOARD_GREY), np.float32(CHESSBOARD_WHITE))
+    alpha = pixels[..., 3:].astype(np.float32) / np.float32(255)
+    return (alpha * pixels[..., :3] + (1 - alpha) * board[..., None]).astype(np.uint8)
 
 
 def fitted_size(width: int, height: int, *, patch_pixels: int, max_patches: int) -> tuple[int, int]:

@@ -344,6 +344,8 @@ class Loader:
             "video": dataclasses.asdict(self._data.video),
             **{name: getattr(self._vision, name) for name in TOWER_SETTINGS},
             **{name: list(getattr(self._vision, name)) for name in ("tilings", "pixel_mean", "pixel_deviation")},
+            # Absent where it is as it was before there was a choice.
+            **({} if self._vision.transparency == "white" else {"transparency": self._vision.transparency}),
             **{f"audio_{name}": getattr(self._audio, name) for name in HEARING_SETTINGS if self._audio.is_present},
             # Last: where only the model or a picture's size changed, this is what tells.
             "sizes_and_costs_digest": hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest(),

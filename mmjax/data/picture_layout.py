@@ -94,7 +94,9 @@ def cut(pixels: np.ndarray, layout: PictureLayout, vision: VisionConfig) -> np.n
     mean, deviation = pixel_statistics(vision)
     match vision.kind:
         case "moonvit":
-            return images.to_patches(_resized(pixels, layout.size), side, mean, deviation)
+            scaled = _resized(pixels, layout.size)
+            scaled = images.on_chessboard(scaled) if scaled.shape[2] == 4 else scaled
+            return images.to_patches(scaled, side, mean, deviation)
         case "qwen3_vl":
             scaled = _normalised(_resized(pixels, layout.size), mean, deviation)
             rows, columns = layout.grid[0, 1:]

@@ -11,10 +11,13 @@ import pytest
 from mmjax import convert, generate, train
 from mmjax.checkpoint.released_processor import with_processor
 from mmjax.checkpoint.weights import read_model
-from mmjax.config import ModelConfig, VisionConfig
+from mmjax.config import DataConfig, ModelConfig, VisionConfig
+from mmjax.data import align
+from mmjax.data.align import place
+from mmjax.data.images import read_pixels as read_picture
 from mmjax.data.picture_layout import cut, lay_out
 from mmjax.data.prompts import TrainingForm, prompt_batch
-from mmjax.data.sources.conversation import Message, Sample
+from mmjax.data.sources.conversation import ImageFile, Message, Sample
 from mmjax.data.tokenizer import open_tokenizer
 from mmjax.errors import CheckpointError
 from mmjax.training import loop
@@ -94,9 +97,63 @@ def test_a_limit_of_patches_shrinks_kimis_pictures(tmp_path):
     assert lay_out(70, 90, vision, 10**6).num_patches == lay_out(70, 90, TOWERS["moonvit"], 8).num_patches == 8
 
 
+# preprocessor_config.json of Kimi-K3.
+KIMI_K3 = {
+    "in_patch_limit": 65_536,
+    "patch_size": 14,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "merge_kernel_size": 2,
+    "fixed_output_tokens": None,
+    "patch_limit_on_one_side": 512,
+    "in_patch_limit_each_frame": 16_384,
+    "in_patch_limit_video": None,
+    "sample_fps": 8.0,
+    "max_num_frames_each_video": None,
+    "temporal_merge_kernel_size": 4,
+    "timestamp_mode": "hh:mm:ss.fff",
+    "transparent_bg_config": {
+        "pattern": "chessboard",
+        "chessboard_square_size": 8,
+        "chessboard_square_on_top_left": True,
+        "chessboard_white_value": 255,
+        "chessboard_gray_value": 180,
+    },
+    "transparent_bg_fill_stage": "after_resize",
+    "config_type": "media_proc.processors.moonvit.MoonViTMediaProcessorConfig",
+}
+
+
+def test_kimi_k3s_own_file_lays_transparent_pictures_on_a_chessboard_once_they_are_scaled(tmp_path):
+    vision = prepared(tmp_path, "moonvit", {"media_proc_cfg": KIMI_K3, "auto_map": {"AutoProcessor": "k3.Processor"}})
+    assert vision == dataclasses.replace(TOWERS["moonvit"], max_pixels=65_536 * 14**2, transparency="chessboard")
+    # Left half opaque red, right half a tenth of it; twice as large as the budget of 4 x 8 patches.
+    pixels = np.zeros((112, 224, 4), np.uint8)
+    pixels[..., 0], pixels[:, :112, 3], pixels[:, 112:, 3] = 200, 255, 26
+    PIL.Image.fromarray(pixels).save(tmp_path / "a.png")
+    data = DataConfig(image_max_patches=32)
+    file = ImageFile(where="here", root=tmp_path, path="a.png")
+    placed = place(file, "here", data, vision)
+    seen = align.read_pixels(placed, data, vision)
+    assert seen.shape == (56, 112, 3) and (seen[:, :50] == (200, 0, 0)).all()
+    share = np.float32(26 / 255)
+    for row, column, below in ((0, 64, 255), (0, 72, 180), (8, 72, 255), (8, 64, 180)):
+        expected = share * np.array([200, 0, 0]) + (1 - share) * below
+        assert np.abs(seen[row : row + 8, column : column + 8] - expected).max() < 1.5
+    patches = cut(read_picture(file, max_pixels=10**6, channels=3, keeps_alpha=True), placed.layout, vision)
+    normal = seen.astype(np.float32) / 127.5 - 1
+    np.testing.assert_allclose(patches[0], normal[:14, :14].transpose(2, 0, 1).reshape(-1), atol=1e-6)
+    # Elsewhere on white, before they are scaled.
+    white = align.read_pixels(placed, data, TOWERS["moonvit"])
+    assert np.abs(white[:, 62:] - (share * np.array([200, 0, 0]) + (1 - share) * 255)).max() < 1.5
+
+
 @pytest.mark.parametrize(
     ("kind", "field", "value"),
     [
+        ("moonvit", "patch_limit_on_one_side", 256),
+        ("moonvit", "fixed_output_tokens", 64),
+        ("moonvit", "transparent_bg_config", KIMI_K3["transparent_bg_config"] | {"chessboard_square_size": 16}),
         ("clip", "do_center_crop", False),
         ("clip", "do_pad", True),
         ("clip", "size", {"shortest_edge": 224}),
@@ -120,6 +177,17 @@ def test_a_limit_of_patches_shrinks_kimis_pictures(tmp_path):
 def test_a_field_that_asks_for_another_preparation_is_named(tmp_path, kind, field, value):
     with pytest.raises(CheckpointError, match=rf"preprocessor_config\.json: {field}"):
         prepared(tmp_path, kind, {field: value})
+
+
+def test_limits_that_differ_and_a_chessboard_that_is_scaled_are_named(tmp_path):
+    same = {"in_patch_limit": 64, "in_token_limit": 64}
+    assert prepared(tmp_path, "moonvit", same).max_pixels == 64 * 14**2
+    for change, field in (
+        (same | {"in_token_limit": 32}, "in_token_limit"),
+        (KIMI_K3 | {"transparent_bg_fill_stage": "before_resize"}, "transparent_bg_fill_stage"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"preprocessor_config\.json: {field}"):
+            prepared(tmp_path, "moonvit", {"media_proc_cfg": change})
 
 
 def test_statistics_of_a_release_reach_training_and_generation(tmp_path, releases):
