@@ -293,14 +293,17 @@ class VisionConfig:
 class AudioConfig:
     """Whisper's encoder, which hears clips of one length, with its projector. num_layers=0 leaves it out."""
 
+    hears: Literal["sounds", "signals"] = "sounds"
+    """Log-mel spectrograms of sounds, or raw signals of several channels, such as EEG."""
     num_layers: int = 0
     width: int = 64
     num_heads: int = 2
     head_width: int = 32
     hidden_width: int = 128
     mel_bins: int = 80
+    """Numbers of a frame: bins of a spectrogram, or channels of a signal."""
     clip_frames: int = 3000
-    """Frames of a clip's log-mel spectrogram; the encoder gives one value for two of them."""
+    """Frames of a clip; the encoder gives one value for two of them."""
     activation: Literal["gelu_tanh", "gelu", "quick_gelu"] = "gelu"
     norm_epsilon: float = 1e-5
     values_per_feature: int = 5
@@ -337,6 +340,9 @@ class ModelConfig:
     residual: Literal["attention", "plain", "hyper"] = "attention"
     """How layers' outputs go on: learned mixes over earlier blocks, one running sum, or `hyper_connections`."""
     residual_block_layers: int = 4
+    layer_loops: Literal["blocks", "whole"] = "blocks"
+    """Layers that repeat run as one loop within their residual block, or across blocks: far fewer layers to compile in
+    a deep model, but each mix then reads the places of all sums, and memory for those not finished is taken."""
     norm_epsilon: float = 1e-5
     norm: Literal["rms", "layer"] = "rms"
     """Norms of the decoder: RMSNorm, or LayerNorm with a bias."""

@@ -140,6 +140,12 @@ class DataConfig:
     """`blank` replaces every sound by silence."""
     sound_max_seconds: float = 600.0
     """A sound file that is longer is refused before it is decoded."""
+    signal: LengthConfig = field(default_factory=lambda: LengthConfig(length=0))
+    """Values of each channel of a signal; padding is masked, so it never reaches the model."""
+    signal_scale: Literal["standard", "keep"] = "standard"
+    """`standard` brings each channel of a signal to mean 0 and deviation 1."""
+    signal_max_steps: int = 1_000_000
+    """A signal with more values of a channel is refused before it is read."""
     too_long: Literal["error", "drop", "drop_image", "truncate"] = "error"
     """A sample that does not fit a row: stop; drop it; leave out its last pictures, as many as needed; or cut its end
     off, a picture or sound in the cut with it. All but the first are counted, and drop what still does not fit."""

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mmjax.config import AudioConfig, DataConfig, VisionConfig
-from mmjax.data import images, videos
+from mmjax.data import images, signals, videos
 from mmjax.data.picture_layout import ORDINARY, PictureLayout, cut, lay_out, over_frames
-from mmjax.data.sources.conversation import Picture, Sample, SoundFile, VideoFile
+from mmjax.data.sources.conversation import Picture, Sample, Sound, VideoFile
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.errors import DataError
 
@@ -87,7 +87,7 @@ class PlacedPicture:
 class PlacedSound:
     """A sound, and the room it takes."""
 
-    sound: SoundFile
+    sound: Sound
     num_clips: int
     num_features: int
     """Positions it takes in a row."""
@@ -168,7 +168,7 @@ def align(
                 tokens += tokenizer.encode(part)
                 continue
             kinds += [_WORD] * (len(tokens) - len(kinds))
-            if isinstance(part, SoundFile):
+            if isinstance(part, Sound):
                 sounds.append(place_sound(part, data, audio, tokenizer.audio_token_id))
                 tokens += [tokenizer.audio_token_id] * sounds[-1].num_features
                 kinds += [_SOUND] * sounds[-1].num_features
@@ -334,45 +334,63 @@ def place_video(video: VideoFile, data: DataConfig, vision: VisionConfig) -> lis
     return [PlacedPicture(picture=clip, layout=over_frames(layout, clip.stop - clip.start)) for clip in clips]
 
 
-def place_sound(sound: SoundFile, data: DataConfig, audio: AudioConfig | None, token_id: int) -> PlacedSound:
-    """The sound with the room it takes; of the file, the header alone is read."""
+def place_sound(sound: Sound, data: DataConfig, audio: AudioConfig | None, token_id: int) -> PlacedSound:
+    """The sound or signal with the room it takes; of the file, the header alone is read."""
+    heard = f"{audio.hears} alone (model.audio.hears)" if audio is not None else ""
     refusals = {
         "the model hears none, for model.audio.num_layers is 0": audio is None or not audio.is_present,
+        f"the model hears {heard}": audio is not None and audio.hears != f"{sound.kind}s",
         "no token stands for one, for data.audio_token is empty": token_id < 0,
     }
     for reason, is_so in refusals.items():
         if is_so:
             raise DataError(
                 sound.where,
-                found=f"a sound, {sound.path!r}",
+                found=f"a {sound.kind}, {sound.path!r}",
                 expected=f"none: {reason}",
-                remedy="set what is missing, or remove the sounds",
+                remedy=f"set what is missing, or remove the {sound.kind}s",
             )
     assert audio is not None
-    shape = _sound_reader(sound).read_shape(sound, audio, data.sound_max_seconds)
-    return PlacedSound(sound=sound, num_clips=shape.num_clips, num_features=shape.num_features)
+    if sound.kind == "signal":
+        num_clips, num_features = signals.read_shape(sound, audio, data)
+    else:
+        shape = _sound_reader(sound).read_shape(sound, audio, data.sound_max_seconds)
+        num_clips, num_features = shape.num_clips, shape.num_features
+    return PlacedSound(sound=sound, num_clips=num_clips, num_features=num_features)
 
 
 def read_spectrograms(document: Document, data: DataConfig, audio: AudioConfig) -> np.ndarray:
-    """float32 [clips, frames, bins] of all sounds, one after the other; silence where `data.sounds` is `blank`."""
+    """float32 [clips, frames, bins] of all sounds and signals, one after the other.
+
+    Silence, or zeros for a signal, where `data.sounds` is `blank`.
+    """
     spectrograms = [np.zeros((0, audio.clip_frames, audio.mel_bins), np.float32)]
     for placed in document.sounds:
-        reader = _sound_reader(placed.sound)
-        samples = reader.read_sound(placed.sound, data.sound_max_seconds)
-        shape = reader.shape_of(len(samples), audio)
-        if (shape.num_clips, shape.num_features) != (placed.num_clips, placed.num_features):
+        clips, num_features = _read_clips(placed.sound, data, audio)
+        if (len(clips), num_features) != (placed.num_clips, placed.num_features):
             raise DataError(
-                f"{document.where}, sound {placed.sound.path!r}",
-                found=f"{shape.num_features} features of sound where its header says {placed.num_features}",
+                f"{document.where}, {placed.sound.kind} {placed.sound.path!r}",
+                found=f"{num_features} features of {placed.sound.kind} where its header says {placed.num_features}",
                 expected="a whole file, which stays as it is",
                 remedy="write the file again",
             )
-        is_blank = data.sounds == "blank"
-        spectrograms.append(reader.silence(shape.num_clips, audio) if is_blank else reader.clips(samples, audio))
+        spectrograms.append(clips)
     return np.concatenate(spectrograms)
 
 
-def _sound_reader(sound: SoundFile) -> ModuleType:
+def _read_clips(sound: Sound, data: DataConfig, audio: AudioConfig) -> tuple[np.ndarray, int]:
+    """[clips, frames, bins] and how many features they give."""
+    if sound.kind == "signal":
+        clips, num_features = signals.read_clips(sound, audio, data)
+        return np.zeros_like(clips) if data.sounds == "blank" else clips, num_features
+    reader = _sound_reader(sound)
+    samples = reader.read_sound(sound, data.sound_max_seconds)
+    shape = reader.shape_of(len(samples), audio)
+    is_blank = data.sounds == "blank"
+    return reader.silence(shape.num_clips, audio) if is_blank else reader.clips(samples, audio), shape.num_features
+
+
+def _sound_reader(sound: Sound) -> ModuleType:
     """The module that reads sounds, for whose sake alone its packages need not be there."""
     try:
         return importlib.import_module("mmjax.data.sounds")

@@ -5,6 +5,8 @@ import math
 
 import numpy as np
 
+from mmjax.config import AudioConfig
+
 SAMPLES_PER_SECOND = 16_000
 WINDOW_SAMPLES = 400
 HOP_SAMPLES = 160
@@ -16,6 +18,16 @@ SILENCE = -1.5
 _LINEAR_HERTZ = 1000.0
 _LINEAR_MELS = 15.0
 _MELS_PER_FACTOR = 27.0 / math.log(6.4)
+
+
+def clip_shape(length: int, clip_length: int, audio: AudioConfig) -> tuple[int, int]:
+    """(clips, features) of a stream of `length` values, `clip_length` of which fill a clip.
+
+    Of the last clip only those features count that hold some of the stream, at least one.
+    """
+    num_clips = max(1, math.ceil(length / clip_length))
+    last = math.ceil((length - (num_clips - 1) * clip_length) / clip_length * audio.clip_features)
+    return num_clips, (num_clips - 1) * audio.clip_features + max(1, last)
 
 
 def log_mel(samples: np.ndarray, *, num_bins: int = 80, num_frames: int = 3000) -> np.ndarray:

@@ -347,9 +347,13 @@ class Loader:
             # Absent where it is as it was before there was a choice.
             **({} if self._vision.transparency == "white" else {"transparency": self._vision.transparency}),
             **{f"audio_{name}": getattr(self._audio, name) for name in HEARING_SETTINGS if self._audio.is_present},
+            **(self._signal_rule() if self._audio.is_present and self._audio.hears == "signals" else {}),
             # Last: where only the model or a picture's size changed, this is what tells.
             "sizes_and_costs_digest": hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest(),
         }
+
+    def _signal_rule(self) -> dict[str, Any]:
+        return {"signal": dataclasses.asdict(self._data.signal), "signal_scale": self._data.signal_scale}
 
 
 def patch_sizes(data: DataConfig) -> list[int]:

@@ -34,6 +34,8 @@ SAMPLE_SETTINGS = (
     "video_max_seconds",
     "row_clips",
     "sound_max_seconds",
+    "signal",
+    "signal_max_steps",
 )
 
 

@@ -20,9 +20,9 @@ from mmjax.data.batch import Batch
 from mmjax.data.chat_template import ChatTemplate, TemplateProcess, read_chat_template, read_object, read_template_file
 from mmjax.data.files import open_regular, reason
 from mmjax.data.packing import PackedDocument, fill
-from mmjax.data.sources.conversation import Message, Sample, SoundFile, VideoFile
+from mmjax.data.sources.conversation import Message, Sample, Sound, VideoFile
 from mmjax.data.sources.records import MAX_RECORD_BYTES, decode_record, file_reader
-from mmjax.data.tokenizer import Tokenizer, read_tokenizer
+from mmjax.data.tokenizer import Tokenizer, encode_cut, read_tokenizer
 from mmjax.errors import DataError
 
 # Put into a control token that a text merely spells: no character, so no text loses anything by its removal.
@@ -259,8 +259,13 @@ class ReleasedForm:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._write(messages[:number], where, is_open=True) if number else ""
             behind = self._write(messages[: number + 1], where)
+            if number:
+                before = self._write(messages[:number], where, is_open=True)
+            else:
+                # Templates need not take an empty conversation: how they open an answer shows behind the whole one.
+                opened = self._write(messages, where, is_open=True).removeprefix(whole)
+                before = behind[: behind.find(opened) + len(opened)] if opened in behind else ""
             if not (behind.startswith(before) and whole.startswith(behind) and len(before) >= place):
                 raise self._with_template().refusal(
                     f"text that changes with the messages that follow it, at message {number + 1} of {where}",
@@ -273,7 +278,7 @@ class ReleasedForm:
 
     def _plain(self, message: Message, where: str) -> dict[str, Any]:
         """The message as templates know it; what its text merely spells is no control token."""
-        if any(isinstance(part, SoundFile | VideoFile) for part in message.parts):
+        if any(isinstance(part, Sound | VideoFile) for part in message.parts):
             raise DataError(
                 where,
                 found="a sound or a video",
@@ -302,9 +307,7 @@ class ReleasedForm:
 
     def _encode(self, text: str) -> list[int]:
         """Ids of marked text: control tokens are those that no cut goes through."""
-        return [
-            token for piece in text.split(_CUT) for token in self._tokenizer.encode(piece, add_special_tokens=False).ids
-        ]
+        return encode_cut(self._tokenizer, text.split(_CUT))
 
     def _encode_behind(self, before: str, text: str) -> list[int]:
         """Ids of marked text that goes on behind another: a tokenizer may put a space before what begins a text."""

@@ -10,10 +10,9 @@ import scipy.signal
 import soundfile
 
 from mmjax.config import AudioConfig
-from mmjax.data import images
-from mmjax.data.audio import HOP_SAMPLES, SAMPLES_PER_SECOND, SILENCE, log_mel
-from mmjax.data.files import open_regular, reason
-from mmjax.data.sources.conversation import ImageFile, SoundFile
+from mmjax.data.audio import HOP_SAMPLES, SAMPLES_PER_SECOND, SILENCE, clip_shape, log_mel
+from mmjax.data.media import opened
+from mmjax.data.sources.conversation import Sound
 from mmjax.errors import DataError
 
 FORMATS = ("WAV", "FLAC", "OGG")
@@ -33,7 +32,7 @@ class SoundShape:
     """Positions it takes in a row."""
 
 
-def read_shape(sound: SoundFile, audio: AudioConfig, max_seconds: float) -> SoundShape:
+def read_shape(sound: Sound, audio: AudioConfig, max_seconds: float) -> SoundShape:
     """The shape of a sound; of the file the header alone is read.
 
     Raises:
@@ -44,18 +43,11 @@ def read_shape(sound: SoundFile, audio: AudioConfig, max_seconds: float) -> Soun
 
 
 def shape_of(num_samples: int, audio: AudioConfig) -> SoundShape:
-    """Of a sound of so many samples at 16 kHz.
-
-    A clip of `clip_frames` frames of 10 ms becomes `clip_features` features; of the last clip only those count that
-    hold some of the sound, at least one.
-    """
-    length = _clip_samples(audio)
-    num_clips = max(1, math.ceil(num_samples / length))
-    last = math.ceil((num_samples - (num_clips - 1) * length) / length * audio.clip_features)
-    return SoundShape(num_samples, num_clips, (num_clips - 1) * audio.clip_features + max(1, last))
+    """Of a sound of so many samples at 16 kHz. A clip has `clip_frames` frames of 10 ms."""
+    return SoundShape(num_samples, *clip_shape(num_samples, _clip_samples(audio), audio))
 
 
-def read_sound(sound: SoundFile, max_seconds: float) -> np.ndarray:
+def read_sound(sound: Sound, max_seconds: float) -> np.ndarray:
     """float32 [n] in [-1, 1]: the file at 16 kHz, the mean of its channels.
 
     Raises:
@@ -77,11 +69,10 @@ def read_sound(sound: SoundFile, max_seconds: float) -> np.ndarray:
 
 
 @contextmanager
-def _opened(sound: SoundFile, max_seconds: float) -> Iterator[soundfile.SoundFile]:
+def _opened(sound: Sound, max_seconds: float) -> Iterator[soundfile.SoundFile]:
     """The file, its header checked."""
-    real_path = images.confined(ImageFile(where=sound.where, root=sound.root, path=sound.path), _name(sound))
     try:
-        with open_regular(real_path) as stream, soundfile.SoundFile(stream) as file:
+        with opened(sound, EXPECTED) as stream, soundfile.SoundFile(stream) as file:
             rate, channels = file.samplerate, file.channels
             if file.format not in FORMATS:
                 raise _refusal(sound, f"the format {file.format}", "convert it")
@@ -94,8 +85,6 @@ def _opened(sound: SoundFile, max_seconds: float) -> Iterator[soundfile.SoundFil
             yield file
     except DataError:
         raise
-    except OSError as error:
-        raise _refusal(sound, f"no readable file ({reason(error)})", "check the path and the file") from error
     # libsndfile's own errors, by kind of damage.
     except (soundfile.SoundFileError, RuntimeError, ValueError, OverflowError, MemoryError) as error:
         raise _refusal(sound, f"no sound ({error})", "convert or replace it") from error
@@ -123,13 +112,13 @@ def _clip_samples(audio: AudioConfig) -> int:
     return audio.clip_frames * HOP_SAMPLES
 
 
-def _name(sound: SoundFile) -> str:
+def _name(sound: Sound) -> str:
     return f"{sound.where}, sound {sound.path!r}"
 
 
-def _too_long(sound: SoundFile, max_seconds: float) -> DataError:
+def _too_long(sound: Sound, max_seconds: float) -> DataError:
     return _refusal(sound, f"more than {max_seconds:g} seconds", "cut it into parts, or raise data.sound_max_seconds")
 
 
-def _refusal(sound: SoundFile, found: str, remedy: str) -> DataError:
+def _refusal(sound: Sound, found: str, remedy: str) -> DataError:
     return DataError(_name(sound), found=found, expected=EXPECTED, remedy=remedy)

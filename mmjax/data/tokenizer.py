@@ -14,6 +14,7 @@ A picture is one image token for each merged patch, a sound one audio token for 
 
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -149,7 +150,7 @@ class FileTokenizer:
         ids = self._encode(text)
         if not self._control.isdisjoint(ids):
             # The file does not mark the token special, or its vocabulary holds the token as a word: cut it in two.
-            ids = [token for piece in self._cuts.split(text) for token in self._encode(piece)]
+            ids = encode_cut(self._tokenizer, self._cuts.split(text))
         if not self._control.isdisjoint(ids):
             raise _refusal(
                 self._path,
@@ -180,6 +181,24 @@ def _begin_token(path: Path) -> str:
         return token
     where = path.with_name("tokenizer_config.json")
     raise _refusal(where, "add_bos_token true and no bos_token", "add the token, or set add_bos_token to false")
+
+
+def encode_cut(tokenizer: tokenizers.Tokenizer, pieces: Sequence[str]) -> list[int]:
+    """Ids of a text that is cut into `pieces`: no token reaches over a cut, and no space is put there.
+
+    Some tokenizers begin a text with a space; so a later piece is encoded behind a line break, which is taken off.
+    """
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    first, *later = pieces
+    encoded, line_break = ids(first), ids("\n")
+    for piece in later:
+        behind = ids(f"\n{piece}")
+        is_apart = behind[: len(line_break)] == line_break
+        encoded += behind[len(line_break) :] if is_apart else ids(piece)
+    return encoded
 
 
 def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, bytes]:

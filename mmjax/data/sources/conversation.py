@@ -47,9 +47,13 @@ class VideoFile:
     """As the record writes it, relative to `root`."""
 
 
+MediumKind = Literal["sound", "signal"]
+"""A sound is heard as people hear it; a signal's channels are read as the numbers that they are."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SoundFile:
-    """A sound in a file that nobody has opened yet."""
+    """A sound or signal in a file that nobody has opened yet."""
 
     where: str
     """The record that names it, for messages."""
@@ -57,11 +61,26 @@ class SoundFile:
     """Folder that it must lie in."""
     path: str
     """As the record writes it, relative to `root`."""
+    kind: MediumKind = "sound"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoundContent:
+    """A sound or signal inside a record or an archive, not decoded yet."""
+
+    where: str
+    """The record that holds it, for messages."""
+    path: str
+    """Its name there."""
+    read: Callable[[], bytes]
+    """The encoded bytes. Raises OSError where the file that holds them fails."""
+    kind: MediumKind = "sound"
 
 
 Picture = np.ndarray | ImageFile | ImageContent
 """uint8 [height, width] or [height, width, 3], or something to decode."""
-Part = str | Picture | VideoFile | SoundFile
+Sound = SoundFile | SoundContent
+Part = str | Picture | VideoFile | Sound
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,7 +110,7 @@ class Sample:
     @property
     def pictures(self) -> Iterator[Picture]:
         parts = (part for message in self.messages for part in message.parts)
-        return (part for part in parts if not isinstance(part, str | VideoFile | SoundFile))
+        return (part for part in parts if not isinstance(part, str | VideoFile | Sound))
 
 
 class Source(Protocol):

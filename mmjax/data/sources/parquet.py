@@ -1,8 +1,9 @@
 """Conversations from a Parquet file, read one row group at a time.
 
 A row is a record as in a JSONL: the column "messages" or "conversations" (lists of structs, or JSON text) and, where
-there are pictures, "images" or "image": paths, encoded bytes, or structs of "bytes" and "path". Other columns are not
-read. Rows are asked for in shuffled order: small row groups (a few MiB) keep that fast.
+there are pictures, "images" or "image": paths, encoded bytes, or structs of "bytes" and "path"; sounds and signals in
+the same forms, in "audios" and "signals". Other columns are not read. Rows are asked for in shuffled order: small row
+groups (a few MiB) keep that fast.
 """
 
 import bisect
@@ -17,13 +18,23 @@ import pyarrow.parquet
 
 from mmjax.data.files import DataFile
 from mmjax.data.index_cache import IndexCache, array_text, file_key, text_array
-from mmjax.data.sources.conversation import ImageContent, ImageFile, Picture, Sample
+from mmjax.data.sources.conversation import (
+    ImageContent,
+    ImageFile,
+    MediumKind,
+    Picture,
+    Sample,
+    Sound,
+    SoundContent,
+    SoundFile,
+)
 from mmjax.data.sources.records import UNREAD_KEYS, RecordReader, decode_record, shown
 from mmjax.errors import DataError
 
 TURN_COLUMNS = ("messages", "conversations")
 # The last ones are read to be refused where they hold anything.
-OTHER_COLUMNS = ("system", "images", "image", "videos", "video", *UNREAD_KEYS)
+MEDIA = ("image", "audio", "signal", "video")
+OTHER_COLUMNS = ("system", "kind", *(f"{medium}{end}" for medium in MEDIA for end in ("s", "")), *UNREAD_KEYS)
 MAX_GROUP_BYTES = 512 * 2**20
 KEPT_GROUPS_BYTES = 256 * 2**20
 
@@ -70,7 +81,11 @@ class ParquetFile:
         for name in TURN_COLUMNS:
             if isinstance(record.get(name), str):
                 record[name] = decode_record(record[name].encode(), f"{where}, column {name!r}")
-        return RecordReader(where, lambda entry: self._picture(entry, where), (str, bytes, dict)).read(record)
+        kinds = (str, bytes, dict)
+        reader = RecordReader(
+            where, lambda e: self._picture(e, where), kinds, sound=lambda e, kind: self._sound(e, kind, where)
+        )
+        return reader.read(record)
 
     def _group(self, number: int) -> pyarrow.Table:
         if number in self._kept:
@@ -91,16 +106,28 @@ class ParquetFile:
         return table
 
     def _picture(self, entry: Any, where: str) -> Picture:
+        path, content = self._medium(entry, "picture", where)
+        if content is not None:
+            return ImageContent(where=where, path=path, read=lambda: content)
+        return ImageFile(where=where, root=self._media_root, path=path)
+
+    def _sound(self, entry: Any, kind: MediumKind, where: str) -> Sound:
+        path, content = self._medium(entry, kind, where)
+        if content is not None:
+            return SoundContent(where=where, path=path, read=lambda: content, kind=kind)
+        return SoundFile(where=where, root=self._media_root, path=path, kind=kind)
+
+    def _medium(self, entry: Any, kind: str, where: str) -> tuple[str, bytes | None]:
+        """(path, encoded bytes, if the row holds them)."""
         content, path = entry, ""
         if isinstance(entry, dict):
             content, path = entry.get("bytes"), entry.get("path") or ""
         if isinstance(content, bytes):
-            encoded = content
-            return ImageContent(where=where, path=path or "(in the row)", read=lambda: encoded)
+            return path or "(in the row)", content
         path = entry if isinstance(entry, str) else path
         if not isinstance(path, str) or not path:
-            raise self._refusal(where.removeprefix(str(self._file.path)), f"a picture {shown(entry)}", "give its path")
-        return ImageFile(where=where, root=self._media_root, path=path)
+            raise self._refusal(where.removeprefix(str(self._file.path)), f"a {kind} {shown(entry)}", "give its path")
+        return path, None
 
     def _refusal(self, where: str, found: str, remedy: str) -> DataError:
         return DataError(f"{self._file.path}{where}", found=found, expected="a Parquet of conversations", remedy=remedy)

@@ -10,9 +10,10 @@
 In a string, each `<image>` takes the next entry of `images` (a list) or `image` (one, or a list). In a list of parts,
 text is taken literally; a picture is {"type": "image"} with its path under "image" or "path", or taking the next
 entry, or OpenAI's {"type": "image_url", "image_url": {"url": path}}. Videos are named in the same ways: `<video>`,
-`videos` or `video`, parts of type "video"; and sounds: `<audio>`, `audios` or `audio`, parts of type "audio". In a
-record without videos `<video>` is text, and so is `<audio>` in one without sounds. "weight": 0 or "loss": false
-keeps an answer out of the loss. "system" beside "conversations" is a system message.
+`videos` or `video`, parts of type "video"; sounds: `<audio>`, `audios` or `audio`, parts of type "audio"; and raw
+signals: `<signal>`, `signals` or `signal`, parts of type "signal". In a record without videos `<video>` is text, and so
+are `<audio>` and `<signal>` in one without sounds and signals. "weight": 0 or "loss": false keeps an answer out of the
+loss. "system" beside "conversations" is a system message, "kind" a text by which evaluation groups its questions.
 """
 
 import enum
@@ -22,7 +23,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mmjax.data.sources.conversation import ROLES, ImageFile, Message, Part, Picture, Role, Sample, SoundFile, VideoFile
+from mmjax.data.sources.conversation import (
+    ROLES,
+    ImageFile,
+    MediumKind,
+    Message,
+    Part,
+    Picture,
+    Role,
+    Sample,
+    Sound,
+    SoundFile,
+    VideoFile,
+)
 from mmjax.errors import DataError
 
 MAX_RECORD_BYTES = 16 * 2**20
@@ -39,11 +52,12 @@ MESSAGE_KEYS = {"role", "content", "name", "weight", "loss"}
 
 
 class Marker(enum.Enum):
-    """Stands in a message for the next entry of the record's images, videos or sounds."""
+    """Stands in a message for the next entry of the record's images, videos, sounds or signals."""
 
     IMAGE = "image"
     VIDEO = "video"
     AUDIO = "audio"
+    SIGNAL = "signal"
 
 
 def decode_record(line: bytes, where: str) -> Any:
@@ -76,16 +90,20 @@ class RecordReader:
         self,
         where: str,
         picture: Callable[[Any], Picture],
-        image_kinds: tuple[type, ...] = (str,),
+        entry_kinds: tuple[type, ...] = (str,),
         video: Callable[[str], VideoFile] | None = None,
-        sound: Callable[[str], SoundFile] | None = None,
+        sound: Callable[[Any, MediumKind], Sound] | None = None,
     ):
-        """`picture` makes a picture of an entry of "images", which is of `image_kinds`, or of a path in a message.
+        """`picture` makes a picture of an entry of "images", which is of `entry_kinds`, or of a path in a message.
 
-        `video` and `sound` make one of a path; without them such media are refused.
+        `sound` makes a sound or signal in the same way, `video` a video of a path; without them such media are refused.
         """
-        self.where, self._picture, self._image_kinds = where, picture, image_kinds
-        self._from_path = {Marker.VIDEO: video, Marker.AUDIO: sound}
+        self.where, self._picture, self._entry_kinds = where, picture, entry_kinds
+        self._from_path: dict[Marker, Callable[[Any], Part] | None] = {
+            Marker.VIDEO: video,
+            Marker.AUDIO: sound and (lambda entry: sound(entry, "sound")),
+            Marker.SIGNAL: sound and (lambda entry: sound(entry, "signal")),
+        }
         self._markers: tuple[Marker, ...] = (Marker.IMAGE,)
 
     def refuse(self, found: str, expected: str, remedy: str, where: str = "") -> NoReturn:
@@ -103,7 +121,7 @@ class RecordReader:
                 self.refuse(f'"{key}"', "text and images", f'convert the record, or remove its "{key}"')
         if not turns:
             self.refuse("an empty conversation", "at least one question and one answer", "remove the record")
-        kinds = {Marker.IMAGE: self._image_kinds, Marker.VIDEO: (str,), Marker.AUDIO: (str,)}
+        kinds = {marker: (str,) if marker is Marker.VIDEO else self._entry_kinds for marker in Marker}
         entries = {marker: self._entries(record, marker.value, kinds[marker]) for marker in Marker}
         self._markers = tuple(marker for marker in Marker if marker is Marker.IMAGE or entries[marker])
         rest = {marker: iter(of_kind) for marker, of_kind in entries.items()}
@@ -133,7 +151,8 @@ class RecordReader:
             self.refuse(
                 "no supervised token", "at least one answer of the assistant", "add the answer, or remove the record"
             )
-        return Sample(where=self.where, messages=tuple(messages))
+        kind = record.get("kind")
+        return Sample(where=self.where, messages=tuple(messages), kind=kind if isinstance(kind, str) else "")
 
     def _turns(self, record: Any) -> list[Any]:
         """Messages with "role" and "content"."""
@@ -224,9 +243,9 @@ class RecordReader:
                 return self._picture(path)
             case {"type": "image"} if len(entry) == 1:
                 return Marker.IMAGE
-            case {"type": "video" | "audio" as kind} if len(entry) == 1 and Marker(kind) in self._markers:
+            case {"type": "video" | "audio" | "signal" as kind} if len(entry) == 1 and Marker(kind) in self._markers:
                 return Marker(kind)
-            case {"type": "video" | "audio" as kind, **rest} if make := self._from_path[Marker(kind)]:
+            case {"type": "video" | "audio" | "signal" as kind, **rest} if make := self._from_path[Marker(kind)]:
                 if len(rest) == 1 and isinstance(path := rest.get(kind, rest.get("path")), str):
                     return make(path)
         raise DataError(
@@ -238,12 +257,12 @@ class RecordReader:
 
 
 def file_reader(where: str, media_root: Path) -> RecordReader:
-    """A reader of records whose pictures, videos and sounds are files in a folder."""
+    """A reader of records whose media are files in a folder."""
     return RecordReader(
         where,
         lambda path: ImageFile(where=where, root=media_root, path=path),
         video=lambda path: VideoFile(where=where, root=media_root, path=path),
-        sound=lambda path: SoundFile(where=where, root=media_root, path=path),
+        sound=lambda path, kind: SoundFile(where=where, root=media_root, path=path, kind=kind),
     )
 
 

@@ -1,23 +1,31 @@
 """Conversations from a WebDataset tar, read in place: nothing is ever extracted.
 
 Members of one name up to its first dot are one sample: `cat.json` a record as in a JSONL, `cat.txt` instead of it a
-caption to be learned, `cat.png` or `cat.0.jpg`, `cat.1.jpg` its pictures. The record names pictures by what follows
-the first dot ("0.jpg") or whole; one that names none takes them in the order of their names.
+caption to be learned, `cat.png` or `cat.0.jpg`, `cat.1.jpg` its pictures, `cat.wav` a sound, `cat.npy` a signal. The
+record names media by what follows the first dot ("0.jpg") or whole; one that names none of a kind takes them in the
+order of their names.
 """
 
+import functools
 import json
 import tarfile
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from mmjax.data.files import DataFile
 from mmjax.data.index_cache import Arrays, IndexCache, array_text, file_key, text_array
-from mmjax.data.sources.conversation import ImageContent, Message, Picture, Sample
+from mmjax.data.sources.conversation import ImageContent, MediumKind, Message, Sample, SoundContent
 from mmjax.data.sources.records import MAX_RECORD_BYTES, RecordReader, decode_record, shown
 from mmjax.errors import DataError
 
-IMAGE_ENDINGS = ("png", "jpg", "jpeg", "webp", "bmp", "gif")
-MAX_IMAGE_BYTES = 256 * 2**20
+# What a record takes that names none, by its key.
+ENDINGS = {
+    "image": ("png", "jpg", "jpeg", "webp", "bmp", "gif"),
+    "audio": ("wav", "flac", "ogg"),
+    "signal": ("npy",),
+}
+MAX_MEDIUM_BYTES = 256 * 2**20
 
 
 class WebDataset:
@@ -38,24 +46,43 @@ class WebDataset:
     def __getitem__(self, index: int) -> Sample:
         name, members = self._samples[index]
         where = f"{self._file.path}, sample {name!r}"
-        pictures = sorted(ending for ending in members if ending.rsplit(".", 1)[-1] in IMAGE_ENDINGS)
+        media = {
+            key: sorted(ending for ending in members if ending.rsplit(".", 1)[-1] in endings)
+            for key, endings in ENDINGS.items()
+        }
         if "json" not in members:
-            return self._captioned(name, members, pictures)
+            return self._captioned(name, members, media)
         record = decode_record(self._read(name, members, "json"), where)
-        if isinstance(record, dict) and pictures and not record.get("images") and not record.get("image"):
-            record["images"] = pictures
-        return RecordReader(where, lambda path: self._picture(index, path)).read(record)
+        if isinstance(record, dict):
+            # A WAV may be named as a signal.
+            if record.get("signals") or record.get("signal"):
+                media["audio"] = []
+            unnamed = {key: found for key, found in media.items() if not record.get(f"{key}s") and not record.get(key)}
+            record |= {f"{key}s": found for key, found in unnamed.items() if found}
+        return RecordReader(
+            where,
+            lambda path: ImageContent(where=where, path=path, read=self._reading(index, path, "picture")),
+            sound=lambda path, kind: self._sound(index, path, kind),
+        ).read(record)
 
-    def _captioned(self, name: str, members: dict[str, tuple[int, int]], pictures: list[str]) -> Sample:
+    def _captioned(self, name: str, members: dict[str, tuple[int, int]], media: dict[str, list[str]]) -> Sample:
         where = f"{self._file.path}, sample {name!r}"
-        if "txt" not in members or not pictures:
+        if "txt" not in members or not any(media.values()):
             found = f"members {', '.join(sorted(members))}"
-            raise self._refusal(f", sample {name!r}", found, "give it a .json, or a .txt and a picture")
+            raise self._refusal(f", sample {name!r}", found, "give it a .json, or a .txt and a picture or sound")
         try:
             caption = self._read(name, members, "txt").decode()
         except UnicodeError as error:
             raise self._refusal(f", sample {name!r}", f"invalid text ({error})", "write it as UTF-8") from error
-        parts = tuple(self._content(where, name, members, ending) for ending in pictures)
+        kinds: dict[str, MediumKind] = {"audio": "sound", "signal": "signal"}
+        parts = tuple(
+            SoundContent(where=where, path=ending, read=read, kind=kinds[key])
+            if key in kinds
+            else ImageContent(where=where, path=ending, read=read)
+            for key, endings in media.items()
+            for ending in endings
+            for read in [functools.partial(self._bytes, name, ending, members[ending], MAX_MEDIUM_BYTES)]
+        )
         return Sample(
             where=where,
             messages=(
@@ -64,19 +91,20 @@ class WebDataset:
             ),
         )
 
-    def _picture(self, index: int, path: Any) -> Picture:
+    def _sound(self, index: int, path: Any, kind: MediumKind) -> SoundContent:
+        where = f"{self._file.path}, sample {self._samples[index][0]!r}"
+        return SoundContent(where=where, path=path, read=self._reading(index, path, kind), kind=kind)
+
+    def _reading(self, index: int, path: Any, kind: str) -> Callable[[], bytes]:
+        """What reads the member that a record names."""
         name, members = self._samples[index]
         base = PurePosixPath(name).name
         endings = [ending.lower() for ending in (path, path.removeprefix(f"{base}."))]
         ending = next((ending for ending in endings if ending in members), None)
         if ending is None:
             remedy = f"name one of {', '.join(sorted(members))}"
-            raise self._refusal(f", sample {name!r}", f"no member for the picture {shown(path)}", remedy)
-        return self._content(f"{self._file.path}, sample {name!r}", name, members, ending)
-
-    def _content(self, where: str, name: str, members: dict[str, tuple[int, int]], ending: str) -> ImageContent:
-        place = members[ending]
-        return ImageContent(where=where, path=ending, read=lambda: self._bytes(name, ending, place, MAX_IMAGE_BYTES))
+            raise self._refusal(f", sample {name!r}", f"no member for the {kind} {shown(path)}", remedy)
+        return functools.partial(self._bytes, name, ending, members[ending], MAX_MEDIUM_BYTES)
 
     def _read(self, name: str, members: dict[str, tuple[int, int]], ending: str) -> bytes:
         return self._bytes(name, ending, members[ending], MAX_RECORD_BYTES)

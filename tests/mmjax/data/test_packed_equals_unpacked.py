@@ -55,13 +55,13 @@ MODEL = ModelConfig(
 MESH = MeshConfig(expert=2)
 # (pictures of the first turn, of the second; answers): text alone, one, two and three pictures, and several turns.
 SAMPLES = [((0,), 3), ((1,), 2), ((2,), 9), ((3,), 1), ((0, 0), 4), ((1, 2), 5), ((0, 1), 2), ((0,), 12)]
-# Seconds of the sounds of some samples, asked about in their last turn; a clip is 0.2 s and gives two features.
+# Seconds of the sounds or signals of some samples, asked about in their last turn; a clip is 0.2 s, two features.
 SOUNDS = {3: (0.15,), 5: (0.05, 0.35), 7: (0.2,)}
 TOWER = ("vision.", "projector.")
 HEARING = ("audio.", "audio_projector.")
 
 
-def write(folder: Path) -> str:
+def write(folder: Path, kind: str) -> str:
     random = np.random.default_rng(0)
     lines = []
     for number, (pictures, answer) in enumerate(SAMPLES):
@@ -73,22 +73,28 @@ def write(folder: Path) -> str:
                 PIL.Image.fromarray(random.integers(0, 256, (*side, 3), np.uint8)).save(folder / names[-1])
             turns.append({"role": "user", "content": "<image>" * count + f"q{number}"})
             turns.append({"role": "assistant", "content": "abcdefghijklm"[:answer]})
-        heard = [f"{number}-{sound}.wav" for sound in range(len(SOUNDS.get(number, ())))]
+        heard = [f"{number}-{sound}.{kind}" for sound in range(len(SOUNDS.get(number, ())))]
         for name, seconds in zip(heard, SOUNDS.get(number, ()), strict=True):
-            soundfile.write(folder / name, 0.3 * random.normal(size=round(16_000 * seconds)), 16_000)
-        turns[-2]["content"] += "<audio>" * len(heard)
-        lines.append(json.dumps({"messages": turns, "images": names, "audios": heard}) + "\n")
+            noise, shape = random.normal(size=round(16_000 * seconds)), (MODEL.audio.mel_bins, round(100 * seconds))
+            if kind == "wav":
+                soundfile.write(folder / name, 0.3 * noise, 16_000)
+            else:
+                np.save(folder / name, noise[: shape[0] * shape[1]].reshape(shape))
+        marker = "audio" if kind == "wav" else "signal"
+        turns[-2]["content"] += f"<{marker}>" * len(heard)
+        lines.append(json.dumps({"messages": turns, "images": names, f"{marker}s": heard}) + "\n")
     (folder / "d.jsonl").write_text("".join(lines))
     return str(folder / "d.jsonl")
 
 
-@pytest.fixture(scope="module", params=["float64", "float32"])
+@pytest.fixture(scope="module", params=["float64 sounds", "float32 signals"])
 def numbers(request, tmp_path_factory):
     """(results of a batch, its loader) in a precision; one compilation for all batches."""
-    dtype = request.param
-    model = dataclasses.replace(MODEL, parameter_dtype=dtype, compute_dtype=dtype)
+    dtype, hears = request.param.split()
+    audio = dataclasses.replace(MODEL.audio, hears=hears)
+    model = dataclasses.replace(MODEL, audio=audio, parameter_dtype=dtype, compute_dtype=dtype)
     data = DataConfig(
-        source=write(tmp_path_factory.mktemp("records")),
+        source=write(tmp_path_factory.mktemp("records"), "wav" if hears == "sounds" else "npy"),
         rows=4,
         row_tokens=48,
         row_patches=64,

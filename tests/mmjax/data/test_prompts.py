@@ -236,7 +236,7 @@ def test_a_conversation_is_learned_as_its_template_writes_it_answers_and_their_e
 
 def test_a_tokenizer_that_begins_texts_with_a_space_puts_none_before_an_answer(tmp_path):
     """As those of Llama 2 do: a conversation is what its whole text is, and a prompt with the answer behind it."""
-    letters = {letter: number for number, letter in enumerate("▁abcdefghijklmnopqrstuvwxyz[]")}
+    letters = {letter: number for number, letter in enumerate("▁\nabcdefghijklmnopqrstuvwxyz[]<>")}
     tokenizer = Tokenizer(models.BPE(letters, [], unk_token="▁"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in ("<s>", "</s>")])
@@ -253,6 +253,9 @@ def test_a_tokenizer_that_begins_texts_with_a_space_puts_none_before_an_answer(t
     assert document.tokens.tolist() == tokenizer.encode(whole).ids
     assert document.tokens[: document.answer_start].tolist() == form.chats([sample(*turns)])[0].tokens.tolist()
     assert learned(document) == tokenizer.encode("yes </s>").ids + tokenizer.encode("no </s>").ids
+    # Nor where a control token that a text spells is cut in two.
+    (spelt,) = form.chats([sample(("user", ("a<s>b",)))])
+    assert "".join(map(tokenizer.id_to_token, spelt.tokens.tolist())) == "<s>▁[i]▁a<s>b▁[i]"
 
 
 def test_a_run_is_asked_as_it_was_trained_and_stops_where_its_answers_did(tmp_path):
@@ -271,9 +274,19 @@ def test_a_run_is_asked_as_it_was_trained_and_stops_where_its_answers_did(tmp_pa
     assert released.decode(released.chats([sample(*turns)])[0].tokens.tolist()).startswith("20")
 
 
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, MARKED, TEMPLATE.replace("{{ bos_token }}", "{{ messages[0].role[:0] }}")]
+)
+def test_a_greeting_is_learned_without_the_words_that_open_it(tmp_path, template):
+    form = ReleasedForm(write_release(tmp_path, **{"chat_template.jinja": template}), DATA, TEXT_ONLY)
+    turns = (("assistant", ("hello",)), ("user", ("one",)), ("assistant", ("yes",)))
+    assert learned(form.conversation(sample(*turns))) == [*ids("hello"), 258, *ids("yes"), 258]
+
+
 def test_an_answer_to_nothing_is_refused(tmp_path):
     """No position would predict its first token."""
-    form = ReleasedForm(write_release(tmp_path), DATA, TEXT_ONLY)
+    bare = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    form = ReleasedForm(write_release(tmp_path, **{"chat_template.jinja": bare}), DATA, TEXT_ONLY)
     with pytest.raises(DataError, match="an answer with nothing before it"):
         form.conversation(sample(("assistant", ("yes",))))
 

@@ -98,6 +98,14 @@ def test_one_picture_of_llava_needs_no_list():
     assert read({"image": "a.png", "conversations": turns})[0] == ("user", ["a.png", "\nwhat?"], False)
 
 
+def test_a_record_may_say_what_kind_of_question_it_asks():
+    record = {"messages": [{"role": "assistant", "content": "x"}]}
+    kinds = [
+        RecordReader("here", lambda path: path).read(record | more).kind for more in ({"kind": "sum"}, {"kind": 3}, {})
+    ]
+    assert kinds == ["sum", "", ""]
+
+
 @pytest.mark.parametrize("switch", [{"weight": 0}, {"loss": False}, {"weight": 1, "loss": 0}])
 def test_an_answer_can_be_kept_out_of_the_loss_in_both_forms(switch):
     turn = {"role": "assistant", "content": "no"}

@@ -115,6 +115,10 @@ def test_an_archive_cut_off_compressed_or_of_another_kind_is_refused(tmp_path):
     (tmp_path / "a.tar.gz").write_bytes(bad["gz"])
     with pytest.raises(DataError, match=r"a compressed file \(\.gz\).*decompress"):
         Loader(DataConfig(source=str(tmp_path / "a.tar.gz")), VisionConfig(), 0)
+    # Of what unpacks to more than it is, nothing is unpacked.
+    for ending in (".zip", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2"):
+        with pytest.raises(DataError, match="a compressed file"):
+            Loader(DataConfig(source=str(tmp_path / f"a{ending}")), VisionConfig(), 0)
 
 
 def test_a_member_that_claims_more_than_it_may_hold_is_refused_unread(tmp_path, monkeypatch):
@@ -123,7 +127,7 @@ def test_a_member_that_claims_more_than_it_may_hold_is_refused_unread(tmp_path, 
     )
     file = open_tar(path)
     monkeypatch.setattr(webdataset, "MAX_RECORD_BYTES", 500)
-    monkeypatch.setattr(webdataset, "MAX_IMAGE_BYTES", 10)
+    monkeypatch.setattr(webdataset, "MAX_MEDIUM_BYTES", 10)
     with pytest.raises(DataError, match=r"sample 'y': found [\d,]+ bytes in \.json"):
         file[1]
     with pytest.raises(DataError, match=r"sample 'x': found [\d,]+ bytes in \.png"):
