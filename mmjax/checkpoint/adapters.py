@@ -26,13 +26,13 @@ from mmjax.models.multimodal import ModelDefinition, define
 
 
 def define_run(config: RunConfig) -> ModelDefinition:
-    """The definition of what `config` trains: its model, or adapters around it.
+    """The definition of what `config` trains: its model, parts of it, or adapters around it.
 
     Raises:
-      ConfigurationError: `lora.targets` or `lora.exclude` do not fit the model.
+      ConfigurationError: `lora.targets`, `lora.exclude` or `trained` do not fit the model.
     """
     if not config.lora.rank:
-        return define(config.model)
+        return define(config.model, config.trained)
     return _define_adapted(config.model, config.lora, config.weights)
 
 

@@ -12,10 +12,13 @@ from mmjax.models.families.whisper import encoder_parameters, encoder_tensors, r
 
 TOWER = "audio."
 PROJECTOR = "audio_projector."
+POSITIONS = "model.encoder.embed_positions.weight"
 
 
 def read_audio(folder: str | Path, audio: AudioConfig) -> AudioConfig:
     """The sizes of a released Whisper's encoder; those of the projector, which is ours, from `audio`.
+
+    Clips may be shorter than the release's, as `audio` says: they take the first of its positions.
 
     Raises:
       CheckpointError: the folder is no released checkpoint.
@@ -43,7 +46,10 @@ def load_audio(folder: str | Path, model: ModelConfig) -> dict[str, np.ndarray]:
     names = [tensor.name for tensor in encoder_tensors(model.audio)]
     try:
         # What is read is good until the next tensor is.
-        return encoder_parameters(model, {n: released.read(n).copy() for n in names if n in released.tensors})
+        tensors = {n: released.read(n).copy() for n in names if n in released.tensors}
+        if POSITIONS in tensors:
+            tensors[POSITIONS] = tensors[POSITIONS][: model.audio.clip_values]
+        return encoder_parameters(model, tensors)
     except ValueError as error:
         raise CheckpointError(
             str(folder), found=str(error), expected="every tensor of the encoder", remedy="download it again"
@@ -52,4 +58,5 @@ def load_audio(folder: str | Path, model: ModelConfig) -> dict[str, np.ndarray]:
 
 def _sizes(released: ReleasedFiles, audio: AudioConfig) -> AudioConfig:
     sizes = {"values_per_feature": audio.values_per_feature, "projector_width": audio.projector_width}
-    return read_encoder(released.config, **sizes)
+    theirs = read_encoder(released.config, **sizes)
+    return dataclasses.replace(theirs, clip_frames=min(audio.clip_frames, theirs.clip_frames))

@@ -203,6 +203,9 @@ def _adapter_faults(config: RunConfig) -> Iterator[Fault]:
     moe, mesh, model = config.model.moe, config.mesh, config.model
     if not config.lora.targets:
         yield Fault(path="lora.targets", found="nothing", remedy="give all-linear, names or regular expressions")
+    if config.trained and config.lora.rank:
+        found = f"{list(config.trained)} with lora.rank={config.lora.rank}, which trains adapters alone"
+        yield Fault(path="trained", found=found, remedy="train the parts first, then adapters on what that run gives")
     if config.audio_weights and config.lora.rank:
         found = f"{config.audio_weights!r} with lora.rank={config.lora.rank}: a projector of random numbers, frozen"
         yield Fault(path="audio_weights", found=found, remedy="train the whole model first, or leave the tower out")

@@ -237,6 +237,9 @@ class RunConfig:
     audio_weights: str = ""
     """Folder of a released Whisper whose encoder the audio tower starts from; its projector starts from random numbers.
     The rest of the model comes from `weights`, if given."""
+    trained: tuple[str, ...] = ()
+    """Parts of the model that are trained, by the first words of their paths (`projector`, `audio_projector`, `vision`,
+    `audio`, `decoder`, `decoder.head`, ...); the others keep their numbers. Empty trains all."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -1,6 +1,6 @@
 """The whole model: images through the tower into the token embeddings, then the decoder; and its parameters by name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ from flax import nnx
 
 from mmjax.config import ModelConfig
 from mmjax.data.batch import Batch
+from mmjax.errors import ConfigurationError
 from mmjax.models.audio import AudioProjector, AudioTower, hear
 from mmjax.models.cache import DecoderCache
 from mmjax.models.decoder import Decoder, LayerRecord
@@ -137,8 +138,13 @@ class ModelDefinition:
     def _fill(self, variables: Mapping[str, nnx.Variable], arrays: Mapping[str, jax.Array]) -> nnx.State:
         if variables.keys() != arrays.keys():
             raise ValueError(f"arrays do not match the model: {sorted(variables.keys() ^ arrays.keys())}")
+        # Layers know by this mark which of their variables have gradients.
+        is_trained = variables is self.parameters
         return nnx.from_flat_state(
-            ((*path_of(name), *([_BASE] if name in self.adapted else [])), v.replace(arrays[name]))
+            (
+                (*path_of(name), *([_BASE] if name in self.adapted else [])),
+                v.replace(arrays[name], is_trained=is_trained),
+            )
             for name, v in variables.items()
         )
 
@@ -147,13 +153,45 @@ class ModelDefinition:
 _BASE = "lora_base"
 
 
-def define(model: ModelConfig) -> ModelDefinition:
-    """The definition of `model`; no array is made, whatever its size."""
-    return definition_of(MultimodalModel(model), nnx.Param)
+def define(model: ModelConfig, trained: tuple[str, ...] = ()) -> ModelDefinition:
+    """The definition of `model`; no array is made, whatever its size.
+
+    `trained` names parts by the first words of their paths; all others are frozen. Empty trains all.
+
+    Raises:
+      ConfigurationError: a name is that of no part.
+    """
+    module = MultimodalModel(model)
+    if not trained:
+        return definition_of(module, nnx.Param)
+    module.decoder.is_head_trained = begins("decoder.embedding" if model.tied_head else "decoder.head", trained)
+    definition = definition_of(
+        module, lambda path, variable: isinstance(variable, nnx.Param) and begins(_name_of(path), trained)
+    )
+    for name in trained:
+        if not any(begins(path, (name,)) for path in definition.parameters):
+            raise ConfigurationError(
+                "trained",
+                found=f"{name!r}, with which no path begins that can be trained",
+                expected="first words of paths",
+                remedy=f"give some of: {', '.join(_parts(definition))}",
+            )
+    return definition
 
 
-def definition_of(module: MultimodalModel, trained: type[nnx.Variable]) -> ModelDefinition:
-    """The definition of a described model whose variables of the kind `trained` are trained."""
+def begins(path: str, names: Iterable[str]) -> bool:
+    """Whether the first words of a path are one of `names`."""
+    return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+def _parts(definition: ModelDefinition) -> list[str]:
+    """First words of paths; of the decoder's the first two."""
+    words = (path.split(".") for path in definition.parameters | definition.frozen)
+    return sorted({".".join(path[: 2 if path[0] == "decoder" else 1]) for path in words} | {"decoder"})
+
+
+def definition_of(module: MultimodalModel, trained: Any) -> ModelDefinition:
+    """The definition of a described model whose variables that `trained`, a filter of nnx, takes are trained."""
     graph, *states = nnx.split(module, trained, RouterBias, ...)
     flat = [dict(nnx.to_flat_state(state)) for state in states]
     parameters, router_biases, frozen = cast("list[dict[tuple[str | int, ...], nnx.Variable]]", flat)

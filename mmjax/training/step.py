@@ -24,7 +24,7 @@ from mmjax.data.batch import Batch
 from mmjax.models.layers import at_least_float32, initial_arrays
 from mmjax.models.layout import Relayout, without_pipeline
 from mmjax.models.moe import RouterStatistics
-from mmjax.models.multimodal import Arrays, ModelDefinition
+from mmjax.models.multimodal import Arrays, ModelDefinition, begins
 from mmjax.parallel.context import split_positions
 from mmjax.parallel.expert import check_transport
 from mmjax.parallel.fsdp import make_varying, varying_like
@@ -251,7 +251,12 @@ def make_update(config: RunConfig):
             # A frozen router keeps its correction bias.
             state.router_biases
             if config.lora.rank
-            else update_routers(config.model, state.router_biases, report.routers, counts["real_tokens"]),
+            else {
+                path: moved if not config.trained or begins(path, config.trained) else state.router_biases[path]
+                for path, moved in update_routers(
+                    config.model, state.router_biases, report.routers, counts["real_tokens"]
+                ).items()
+            },
             optimizer_state,
         )
         kept = (state.parameters, state.router_biases, state.optimizer)

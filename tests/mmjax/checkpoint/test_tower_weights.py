@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from mmjax.checkpoint.tower_weights import load_audio, read_audio
 from mmjax.config import (
     AudioConfig,
     DataConfig,
@@ -96,6 +97,16 @@ def test_the_command_takes_the_sizes_of_the_release(folder):
     audio = settings.model.audio
     assert (audio.num_layers, audio.width, audio.mel_bins, audio.clip_frames) == (2, 16, 6, 20)
     assert audio.projector_width == 24
+
+
+def test_clips_may_be_shorter_than_those_of_the_release_and_take_its_first_positions(folder):
+    load_file = pytest.importorskip("safetensors.numpy").load_file
+    audio = read_audio(folder, AudioConfig(clip_frames=10))
+    assert (audio.clip_frames, audio.width) == (10, 16)
+    config = config_of(folder)
+    theirs = load_file(folder / "model.safetensors")["model.encoder.embed_positions.weight"]
+    model = dataclasses.replace(config.model, audio=dataclasses.replace(config.model.audio, clip_frames=10))
+    np.testing.assert_array_equal(load_audio(folder, model)["audio.sinusoids"], theirs[:5])
 
 
 def test_weights_of_other_sizes_or_without_a_tensor_and_frozen_projectors_are_refused(folder, tmp_path):
