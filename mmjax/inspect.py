@@ -213,7 +213,7 @@ def coloured(document: Document, tokenizer: Tokenizer, segment: int) -> Text:
 def _medium_name(document: Document, run: Run) -> str:
     if run.kind == "sound":
         sound = document.sounds[run.number]
-        return f"sound {sound.sound.path}, {sound.num_clips} clips, {sound.num_features} tokens"
+        return f"{sound.sound.kind} {sound.sound.path}, {sound.num_clips} clips, {sound.num_features} tokens"
     placed = document.pictures[run.number]
     return f"picture {placed.size[0]}x{placed.size[1]}, {placed.num_patches} patches, {placed.num_features} tokens"
 

@@ -1,4 +1,4 @@
-"""Speed and quality of the data pipeline on this machine: throughput, fill, balance, resume, FLOPs a useful token.
+"""Speed and quality of the data pipeline on this machine: throughput, fill, balance, memory, resume, FLOPs, shapes.
 
 python scripts/bench_data.py
 
@@ -66,9 +66,8 @@ def write_pictures(folder: Path, count: int = 200) -> Path:
     return folder / "pictures.jsonl"
 
 
-def rate(loader: Loader, steps: int) -> tuple[float, float, float]:
+def rate(loader: Loader, steps: int, pool: BufferPool) -> tuple[float, float, float]:
     """(real tokens, pictures) a second of `steps` batches made ahead by threads, and how many cores that took."""
-    pool = BufferPool()
     stream = loader.iterate(0, pool=pool)
     pool.release(next(stream))
     begun, worked, tokens, pictures = time.perf_counter(), time.process_time(), 0, 0
@@ -79,6 +78,40 @@ def rate(loader: Loader, steps: int) -> tuple[float, float, float]:
         pool.release(batch)
     seconds = time.perf_counter() - begun
     return tokens / seconds, pictures / seconds, (time.process_time() - worked) / seconds
+
+
+def memory_text(loader: Loader, pool: BufferPool) -> str:
+    """What a pool holds after a run of batches and one more that is still in use."""
+    batch = loader.batch(0, pool=pool)
+    report = pool.report()
+    pool.release(batch)
+    return (
+        f"host memory: {report.held_bytes / 2**20:.1f} MiB in {report.num_slabs} slabs, used again"
+        f" {report.num_reused:,} times; {report.inner_fragmentation:.2%} of a batch's slabs empty;"
+        f" {report.idle_share:.2%} of all slabs idle beside one batch"
+    )
+
+
+def num_shapes(folder: Path, buckets: int) -> int:
+    """Different shapes, each a compilation of the step, of 200 batches with pictures of 200 random aspect ratios."""
+    random = np.random.default_rng(0)
+    with (folder / "shapes.jsonl").open("w") as file:
+        for number in range(200):
+            height, width = np.exp(random.uniform(np.log(8), np.log(600), 2)).astype(int)
+            PIL.Image.new("RGB", (int(width), int(height))).save(folder / f"shape-{number}.png")
+            turns = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "x"}]
+            file.write(json.dumps({"image": f"shape-{number}.png", "conversations": turns}) + "\n")
+    data = DataConfig(
+        source=str(folder / "shapes.jsonl"),
+        rows=1,
+        row_tokens=300,
+        row_patches=1024,
+        image_max_patches=1024,
+        packing_window=1,
+        patch_buckets=buckets,
+    )
+    loader = Loader(data, VISION, 0, model=MODEL)
+    return len({tuple(array.shape for array in loader.batch(step)) for step in range(200)})
 
 
 def resume_seconds(loader: Loader, data: DataConfig, step: int) -> float:
@@ -174,7 +207,7 @@ def main() -> None:
                 too_long="drop",
             )
             loader = Loader(data, VisionConfig(num_layers=0), 0, model=MODEL)
-            tokens, _, cores = rate(loader, 20)
+            tokens, _, cores = rate(loader, 20, BufferPool())
             fill = loader.counters()["fill_rate"]
             print(f"text, {label}: {tokens:,.0f} packed tokens/s on {cores:.2f} cores, fill {fill:.2%}", flush=True)
         early, late = (resume_seconds(loader, data, step) for step in (10, 100_000))
@@ -182,8 +215,12 @@ def main() -> None:
         data = DataConfig(
             source=str(write_pictures(folder)), rows=4, row_tokens=1024, row_patches=2400, image_max_patches=1024
         )
-        _, pictures, cores = rate(Loader(data, VISION, 0, model=MODEL), 30)
+        loader, pool = Loader(data, VISION, 0, model=MODEL), BufferPool()
+        _, pictures, cores = rate(loader, 30, pool)
         print(f"pictures of 336 pixels: {pictures:,.0f} decoded/s on {cores:.2f} cores", flush=True)
+        print(memory_text(loader, pool), flush=True)
+        for buckets in (1, 4):
+            print(f"200 aspect ratios, {buckets} buckets: {num_shapes(folder, buckets)} shapes", flush=True)
     sizes, images = mixture(4096, 4096)
     # As many patches a row as the mixture has, and 5 % more.
     row_patches = int(1.05 * 4096 * sizes[:, 1].sum() / sizes[:, 0].sum()) // 4 * 4

@@ -29,7 +29,8 @@ class EvaluationAnswer:
     reference: str
     kind: str
     picture: np.ndarray | None
-    """uint8 [height, width, channels]: the first picture as the model sees it, before any blanking."""
+    """uint8 [height, width, channels]: the first picture as the model sees it, before any blanking; without one,
+    the first clip of sound, drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,7 +59,8 @@ class EvaluationSet:
         self._documents, self._asked = [], []
         for number, (sample, document) in enumerate(zip(questions, documents, strict=True)):
             room = min(budget, data.row_tokens - document.answer_start)
-            self._documents.append(_read(_with_room(document, room, self._pad), data, vision, audio))
+            packed = _read(_with_room(document, room, self._pad), data, vision, audio)
+            self._documents.append(packed)
             self._asked.append(
                 EvaluationAnswer(
                     number=number,
@@ -69,7 +71,7 @@ class EvaluationSet:
                     # As it is written, in whatever a chat template puts around it, and as the tokenizer gives it back.
                     reference=tokenizer.decode(_answer(document, tokenizer.end_token_id)).strip(),
                     kind=sample.kind,
-                    picture=_first_picture(document, data, vision),
+                    picture=_first_picture(packed, data, vision),
                 )
             )
 
@@ -134,8 +136,15 @@ def _with_room(document: Document, budget: int, pad_token_id: int) -> Document:
     )
 
 
-def _first_picture(document: Document, data: DataConfig, vision: VisionConfig) -> np.ndarray | None:
-    return read_pixels(document.pictures[0], data, vision) if document.pictures else None
+def _first_picture(packed: PackedDocument, data: DataConfig, vision: VisionConfig) -> np.ndarray | None:
+    if packed.document.pictures:
+        return read_pixels(packed.document.pictures[0], data, vision)
+    if packed.spectrograms is None or not len(packed.spectrograms):
+        return None
+    # Time from left to right, low frequencies at the bottom.
+    clip = packed.spectrograms[0].T[::-1]
+    lowest, highest = float(clip.min()), float(clip.max())
+    return np.rint(255 * (clip - lowest) / max(highest - lowest, 1e-9)).astype(np.uint8)[:, :, None]
 
 
 def majority_baseline(answers: Iterable[EvaluationAnswer]) -> dict[str, float]:

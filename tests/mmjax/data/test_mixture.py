@@ -121,6 +121,22 @@ def test_batches_of_any_number_of_hosts_and_threads_are_parts_of_the_same_batch(
             assert sum(others) <= 8
 
 
+def test_a_picture_that_fails_on_the_host_that_reads_it_alone_leaves_every_host_its_part_of_the_same_batch(three):
+    source = three()
+    for path in Path(source.split(";")[1]).parent.glob("[3-6]-0.png"):
+        path.write_bytes(path.read_bytes()[:-25])
+    whole = load(source, bad_sample="skip")
+    hosts = [load(source, bad_sample="skip", num_hosts=2) for _ in range(2)]
+    for step in range(6):
+        expected = whole.batch(step)
+        parts = [loader.batch(step, rows=range(4 * host, 4 * host + 4)) for host, loader in enumerate(hosts)]
+        for arrays in zip(expected, *parts, strict=True):
+            np.testing.assert_array_equal(arrays[0], np.concatenate([arrays[1][:4], arrays[2][4:]]))
+    rejected = [{record.index for record in loader.rejected} for loader in (whole, *hosts)]
+    # Each host knows of those that it read; together they are those that one host alone finds.
+    assert rejected[0] == rejected[1] | rejected[2] and rejected[1] and rejected[2]
+
+
 def test_memory_of_a_pool_gives_the_same_batches(three):
     loader, pool = load(three()), BufferPool()
     stream = loader.iterate(0, pool=pool)

@@ -160,3 +160,12 @@ def test_a_sound_that_changes_its_length_while_the_run_goes_on_stops_it(folder):
 def test_the_planner_counts_the_bytes_of_a_row(folder):
     batch = load(folder, record("a.wav")).batch(0)
     assert row_bytes(RunConfig(model=MODEL, data=DATA)) == sum(array[0].nbytes for array in batch)
+
+
+def test_held_out_sounds_are_shown_by_their_spectrograms(folder):
+    write(folder, record("a.wav"), record())
+    data = DataConfig(**{**vars(DATA), "eval_source": str(folder / "d.jsonl")})
+    questions = Loader(data, MODEL.vision, 0, "held_out", model=MODEL, say=lambda _: None).evaluation()
+    heard, silent = questions.batches()[0].answers
+    assert silent.picture is None and heard.picture is not None
+    assert heard.picture.shape == (6, 20, 1) and {heard.picture.min(), heard.picture.max()} == {0, 255}
