@@ -1,9 +1,10 @@
 """Buffers in which chosen rows travel between the devices of experts: one for each pair, or packed without gaps."""
 
+import abc
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import lax
 
 from mmjax.axes import DATA_AXES
 from mmjax.parallel.fsdp import make_varying, varying_like
-from pallas_kernels.moe.grouping import Grouping, group_rows, starts
+from pallas_kernels.moe.grouping import group_rows, starts
 
 
 class Places(NamedTuple):
@@ -32,7 +33,7 @@ class Chunk(NamedTuple):
     """[N] int32: of each row that arrives here, among this device's experts; -1 for an empty row."""
 
 
-class Buffers(Protocol):
+class Buffers(abc.ABC):
     """One exchange: where every choice goes is decided once, then each chunk of each round is sent and fetched."""
 
     max_rounds: int
@@ -40,17 +41,38 @@ class Buffers(Protocol):
     num_beyond: jax.Array
     """int32: choices of this device that do not fit the first round."""
 
+    def __init__(
+        self,
+        index: jax.Array,
+        *,
+        num_experts: int,
+        capacity_factor: float,
+        num_chunks: int,
+        mesh_axes: tuple[str, ...],
+    ):
+        self._mesh_axes, self._num_chunks = mesh_axes, num_chunks
+        self._index, self._num_devices = index, lax.axis_size(mesh_axes)
+        self._local_experts = num_experts // self._num_devices
+        # [t, A]: -1 for a choice of none.
+        self._device = jnp.where(index >= 0, index // self._local_experts, -1)
+        self._grouping = group_rows(self._device.reshape(-1), self._num_devices)
+        self._plan_rounds(capacity_factor)
+
+    @abc.abstractmethod
+    def _plan_rounds(self, capacity_factor: float) -> None:
+        """Set the buffers' sizes and what is said of rounds."""
+
+    @abc.abstractmethod
     def chunks(self, number: jax.Array | int) -> list[Chunk]:
         """Those of round `number`. Tells all devices which experts their rows will be for."""
-        ...
 
+    @abc.abstractmethod
     def dispatch(self, rows: jax.Array, chunk: Chunk) -> jax.Array:
         """Send the chunk's rows, of `rows` [t, R], to the devices of their experts."""
-        ...
 
+    @abc.abstractmethod
     def combine(self, outputs: jax.Array, weight: jax.Array, chunk: Chunk) -> jax.Array:
         """Bring the results back and add them up [t, R], weighted; 0 for what the chunk did not hold."""
-        ...
 
 
 def place(slot: jax.Array, is_in: jax.Array, num_rows: int) -> Places:
@@ -108,26 +130,15 @@ def _at(array: jax.Array, index: jax.Array) -> jax.Array:
     return array.at[index].get(mode="fill", fill_value=0)
 
 
-class AllToAll:
+class AllToAll(Buffers):
     """Each pair of devices has a buffer of `num_chunks` equal parts, to which its choices are dealt in turn."""
 
-    def __init__(
-        self,
-        index: jax.Array,
-        *,
-        num_experts: int,
-        capacity_factor: float,
-        num_chunks: int,
-        mesh_axes: tuple[str, ...],
-    ):
-        self._mesh_axes, self._num_chunks = mesh_axes, num_chunks
-        self._index, self._num_devices = index, lax.axis_size(mesh_axes)
-        self._local_experts = num_experts // self._num_devices
-        self._device, self._grouping = _group(index, self._local_experts, self._num_devices)
-        room = min(index.size, math.ceil(capacity_factor * index.size / self._num_devices))
-        self._part_rows = -(-room // num_chunks)
-        self._capacity = self._part_rows * num_chunks
-        self.max_rounds = -(-index.size // self._capacity)
+    def _plan_rounds(self, capacity_factor: float) -> None:
+        num_choices = self._index.size
+        room = min(num_choices, math.ceil(capacity_factor * num_choices / self._num_devices))
+        self._part_rows = -(-room // self._num_chunks)
+        self._capacity = self._part_rows * self._num_chunks
+        self.max_rounds = -(-num_choices // self._capacity)
         self.num_rounds = _same_everywhere(-(-jnp.max(self._grouping.counts) // self._capacity))
         self.num_beyond = jnp.sum(jnp.maximum(self._grouping.counts - self._capacity, 0), dtype=jnp.int32)
 
@@ -155,30 +166,19 @@ class AllToAll:
         return lax.all_to_all(buffer, self._mesh_axes, split_axis=0, concat_axis=0, tiled=True)
 
 
-class Ragged:
+class Ragged(Buffers):
     """A device takes in a stream of all senders' rows without gaps, a buffer's length in each round.
 
     Every device knows how many rows go from whom to whom, so all agree on the cuts without asking.
     """
 
-    def __init__(
-        self,
-        index: jax.Array,
-        *,
-        num_experts: int,
-        capacity_factor: float,
-        num_chunks: int,
-        mesh_axes: tuple[str, ...],
-    ):
-        self._mesh_axes, self._num_chunks = mesh_axes, num_chunks
-        self._index, self._num_devices = index, lax.axis_size(mesh_axes)
-        self._local_experts = num_experts // self._num_devices
-        self._device, self._grouping = _group(index, self._local_experts, self._num_devices)
+    def _plan_rounds(self, capacity_factor: float) -> None:
         # [senders, receivers]
-        self._counts = lax.all_gather(self._grouping.counts, mesh_axes)
-        self._sent_rows = min(index.size, index.size // num_chunks + self._num_devices)
+        self._counts = lax.all_gather(self._grouping.counts, self._mesh_axes)
+        num_choices, num_chunks = self._index.size, self._num_chunks
+        self._sent_rows = min(num_choices, num_choices // num_chunks + self._num_devices)
         worst = self._num_devices * self._sent_rows
-        self._capacity = min(worst, math.ceil(capacity_factor * index.size / num_chunks))
+        self._capacity = min(worst, math.ceil(capacity_factor * num_choices / num_chunks))
         self.max_rounds = -(-worst // self._capacity)
         totals = jnp.stack([jnp.sum(self._part(chunk)[1], axis=0, dtype=jnp.int32) for chunk in range(num_chunks)])
         self.num_rounds = _same_everywhere(-(-jnp.max(totals) // self._capacity))
@@ -282,12 +282,6 @@ def _send_backward(num_rows: int, mesh_axes: tuple[str, ...], saved: tuple, grad
 
 
 _send.defvjp(_send_forward, _send_backward)
-
-
-def _group(index: jax.Array, local_experts: int, num_devices: int) -> tuple[jax.Array, Grouping]:
-    """(device [t, A] of each choice, -1 for none; choices grouped by it)."""
-    device = jnp.where(index >= 0, index // local_experts, -1)
-    return device, group_rows(device.reshape(-1), num_devices)
 
 
 def _local_expert(index: jax.Array, places: Places, local_experts: int) -> jax.Array:

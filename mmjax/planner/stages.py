@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import NamedTuple
 
 from mmjax.config import LayerKind, ModelConfig, RunConfig, layer_kinds
 from mmjax.planner.cost import forward_flops, vision_forward_flops
@@ -20,19 +21,40 @@ def with_stages(config: RunConfig) -> RunConfig:
 def choose_stages(config: RunConfig, num_stages: int) -> tuple[int, ...]:
     """Layers of each stage, so that the slowest has least to do: FLOPs of a row, forward.
 
-    The first stage has the vision tower, and all layers that its deep features are added to; the last one the head.
+    The first stage has the vision tower, unless all stages share its work, and all layers that its deep features are
+    added to; the last one the head.
     """
-    model, data = config.model, config.data
-    by_kind = {kind: _layer_flops(model, kind, data.row_tokens) for kind in set(layer_kinds(model))}
-    work = [by_kind[kind] * data.row_tokens for kind in layer_kinds(model)]
-    together = max(1, len(model.vision.deep_layers))
-    if model.vision.is_present:
-        work[0] += vision_forward_flops(model, data.image_max_patches) * data.row_patches
-    work[-1] += forward_flops(model, data.row_tokens)["head"] * data.row_tokens
+    parts, together = part_flops(config), max(1, len(config.model.vision.deep_layers))
+    work = list(parts.layers)
+    if config.training.pipeline_edges == "first_stage":
+        work[0] += parts.tower
+    work[-1] += parts.head
     blocks = [Block(name="first layers", seconds=sum(work[:together]))]
     blocks += [Block(name=f"layer {together + n}", seconds=seconds) for n, seconds in enumerate(work[together:])]
     ends = [0, *(boundary + together - 1 for boundary in cut_pipeline(blocks, num_stages).boundaries[1:])]
     return tuple(end - start for start, end in itertools.pairwise(ends))
+
+
+class PartFlops(NamedTuple):
+    """FLOPs of a row's forward pass on one device of a stage: what `tensor` splits is its share."""
+
+    layers: tuple[float, ...]
+    tower: float
+    head: float
+
+
+def part_flops(config: RunConfig) -> PartFlops:
+    """Those of each decoder layer, of the vision tower with its projector, and of the head."""
+    model, data = config.model, config.data
+    by_kind = {kind: _layer_flops(model, kind, data.row_tokens) for kind in set(layer_kinds(model))}
+    tower = vision_forward_flops(model, data.image_max_patches) * data.row_patches if model.vision.is_present else 0.0
+    of_token = data.row_tokens / config.mesh.tensor
+    return PartFlops(
+        layers=tuple(by_kind[kind] * of_token for kind in layer_kinds(model)),
+        # Whole on every device of the tensor axis.
+        tower=tower,
+        head=forward_flops(model, data.row_tokens)["head"] * of_token,
+    )
 
 
 def _layer_flops(model: ModelConfig, kind: LayerKind, row_tokens: int) -> float:

@@ -28,27 +28,13 @@ from mmjax.models.layout import (
 from mmjax.models.multimodal import Arrays, ModelDefinition, MultimodalModel
 from mmjax.parallel.fsdp import make_varying, varying_like
 from mmjax.parallel.pipeline import Message, Operate, Work, run_schedule
-from mmjax.parallel.pipeline_schedule import Kind, Schedule, forward_schedule, make_schedule
+from mmjax.parallel.pipeline_schedule import Kind, forward_schedule
+from mmjax.parallel.pipeline_work import latency_of, schedule_of
 from mmjax.parallel.sharding import RULES
 from mmjax.training.loss import StepReport, auxiliary_share, token_share
 
 # Mesh axes over which the work of a step differs.
 WORK_AXES = (*DATA_AXES, PIPE)
-
-
-def schedule_of(config: RunConfig) -> Schedule:
-    """The table of a training step."""
-    return make_schedule(
-        config.training.pipeline_schedule,
-        num_devices=num_devices(config.model),
-        num_micro_batches=config.training.accumulation,
-        num_chunks=config.model.pipeline_chunks,
-        latency=_latency(config),
-    )
-
-
-def _latency(config: RunConfig) -> int:
-    return 2 if config.training.pipeline_transfer == "hidden" else 1
 
 
 def split_rows(batch: Batch, number: int) -> Batch:
@@ -81,6 +67,9 @@ def pipeline_gradient(
 
         embedded, embed_backward = jax.vjp(embed, edges) if edges else (embed(edges), None)
 
+    # One buffer: what the first stage starts from, then its gradient. Gradients of weights split off need both.
+    is_replaced = embed_backward is not None and not is_split
+
     def run_stage(number: int, used: Arrays, first: Any, work: Work) -> tuple[tuple[Message, jax.Array], StepReport]:
         """((what goes to the next stage, the share of the loss), report) of one micro-batch.
 
@@ -104,18 +93,19 @@ def pipeline_gradient(
         is_embedded = number == 0 and embedded is not None
         return {path: array for path, array in used.items() if not (is_embedded and stages.is_edge(path))}
 
-    def first_of(number: int, work: Work) -> Any:
-        return _pick(embedded, work.micro_batch) if number == 0 and embedded is not None else None
+    def first_of(number: int, totals: Any, work: Work) -> Any:
+        held = totals[-1] if is_replaced else embedded
+        return _pick(held, work.micro_batch) if number == 0 and held is not None else None
 
     def forward(number: int, totals: Any, work: Work) -> tuple[Any, Message, Message]:
-        (output, share), report = run_jitted(number)(used_by(number), first_of(number, work), work)
+        (output, share), report = run_jitted(number)(used_by(number), first_of(number, totals, work), work)
         return _add(totals, share, report, {}), output, ()
 
     def backward(number: int, kind: Kind, totals: Any, work: Work) -> tuple[Any, Message, Message]:
         """The stage once more from its input, and its gradients. The last stage's forward pass is here alone."""
         wants_weights = kind is Kind.WEIGHT or not is_split
         # What gradients are wanted of: weights, the input of a later stage, or what the first one starts from.
-        used, first = used_by(number) if wants_weights else {}, first_of(number, work)
+        used, first = used_by(number) if wants_weights else {}, first_of(number, totals, work)
         is_first_trained = kind is Kind.BACKWARD and embed_backward is not None
         inputs = (work.input if number and kind is Kind.BACKWARD else (), first if is_first_trained else None)
 
@@ -156,20 +146,28 @@ def pipeline_gradient(
             operation_of(kind, stage)
 
     message = stages.message(_pick(micro_batches, 0))
-    report = stages.empty_report(
-        lambda number, work: run_jitted(number)(used_by(number), first_of(number, work), work)[1], message
-    )
-    wide = {path: at_least_float32(array.dtype) for path, array in varying.items()}
-    gradients = {path: varying_like(jnp.zeros(p.shape, wide[path]), p) for path, p in varying.items()}
-    loss = make_varying(jnp.zeros((), at_least_float32(config.model.compute_dtype)), WORK_AXES)
     trained = embedded if embed_backward is not None else None
-    of_embedded = jax.tree.map(lambda leaf: varying_like(jnp.zeros_like(leaf), leaf), trained)
+    of_embedded = trained if is_replaced else jax.tree.map(zeros_like, trained)
+
+    def report_of(number: int, work: Work) -> StepReport:
+        return run_jitted(number)(used_by(number), first_of(number, (of_embedded,), work), work)[1]
+
+    report = stages.empty_report(report_of, message)
+    # What runs before the loop alone gets its gradients after it.
+    in_loop = sorted(set().union(*(used_by(stage) for stage in range(schedule.num_stages))))
+    gradients = {path: zeros_like(varying[path], at_least_float32(varying[path].dtype)) for path in in_loop}
+    loss = make_varying(jnp.zeros((), at_least_float32(config.model.compute_dtype)), WORK_AXES)
     totals = (loss, report, gradients, of_embedded)
     totals = run_schedule(schedule, operations, operation_of, totals, message, stages.needs)
     loss, report, gradients, of_embedded = totals
     if embed_backward is not None:
+        is_first = lax.axis_index(PIPE) == 0
+        # The other devices hold no gradients, but what the first stage would start from.
+        of_embedded = jax.tree.map(lambda leaf: jnp.where(is_first, leaf, jnp.zeros_like(leaf)), of_embedded)
         for path, gradient in embed_backward(of_embedded)[0].items():
-            gradients[path] += gradient.astype(gradients[path].dtype)
+            wide = gradient.astype(at_least_float32(gradient.dtype))
+            gradients[path] = gradients[path] + wide if path in gradients else wide
+    gradients = {path: gradients[path] if path in gradients else zeros_like(varying[path]) for path in varying}
     (gradients,) = reduce_gradients({path: g.astype(varying[path].dtype) for path, g in gradients.items()})
     report = StepReport(
         routers=jax.tree.map(lambda leaf: lax.psum(leaf, DATA_AXES), report.routers),
@@ -177,6 +175,11 @@ def pipeline_gradient(
         indexer_loss=lax.psum(report.indexer_loss, WORK_AXES),
     )
     return lax.psum(loss, WORK_AXES), report, gradients
+
+
+def zeros_like(array: jax.Array, dtype: Any = None) -> jax.Array:
+    """Zeros that vary over the mesh as `array` does."""
+    return varying_like(jnp.zeros(array.shape, dtype or array.dtype), array)
 
 
 def report_specs() -> StepReport:
@@ -196,7 +199,7 @@ def pipeline_forward(
     The rows go through the stages in as many equal parts as can be, up to what fills them.
     """
     stages, rows = _Stages(config.model), batch.tokens.shape[0]
-    devices, chunks, latency = num_devices(config.model), config.model.pipeline_chunks, _latency(config)
+    devices, chunks, latency = num_devices(config.model), config.model.pipeline_chunks, latency_of(config)
     wanted = latency * devices
     # Interleaved stages take whole rings of micro-batches.
     number = wanted if rows % wanted == 0 else max(n for n in range(1, wanted + 1) if rows % n == 0)

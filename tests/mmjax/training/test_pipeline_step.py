@@ -26,8 +26,8 @@ from mmjax.config import (
 )
 from mmjax.models.layout import Relayout
 from mmjax.parallel.mesh import make_mesh
+from mmjax.parallel.pipeline_work import schedule_of
 from mmjax.training.evaluation import make_predict
-from mmjax.training.pipeline_step import schedule_of
 from mmjax.training.step import abstract_state, init_state, make_update, make_value_and_gradient, place_batch
 
 # Kimi-K3's parts in four layers: dense and routed experts, both mixers with an indexer, blocks of three layers that
@@ -59,17 +59,17 @@ K3 = ModelConfig(
     parameter_dtype="float64",
     compute_dtype="float64",
 )
-# Six equal layers: whatever is not at an end of the pipeline is one program.
+# Eight equal layers: whatever is not at an end of the pipeline is one program.
 PLAIN = ModelConfig(
     width=16,
-    num_layers=6,
+    num_layers=8,
     vocabulary_size=32,
-    full_attention_layers=tuple(range(6)),
+    full_attention_layers=tuple(range(8)),
     full_attention_kind="grouped",
     residual="plain",
     initializer_range=0.2,
     grouped_attention=GroupedAttentionConfig(num_heads=2, num_key_heads=2, head_width=8, rotary=RotaryConfig(width=8)),
-    moe=MoeConfig(num_dense_layers=6, dense_width=32),
+    moe=MoeConfig(num_dense_layers=8, dense_width=32),
     vision=VisionConfig(num_layers=0),
     tied_head=True,
     parameter_dtype="float64",
@@ -140,22 +140,25 @@ def assert_near(ours, theirs, name: str, bound: float = 1e-9) -> None:
     assert difference <= bound * scale + 1e-300, f"{name}: {difference} against {scale}"
 
 
-def assert_equals_one_device(config: RunConfig, theirs: RunConfig, batch, reference) -> None:
+def assert_equals_one_device(config: RunConfig, theirs: RunConfig, batch, reference, bound: float = 1e-9) -> None:
     arrays, (loss, report, counts, gradients), metrics, state = reference
     start = {group: relaid(theirs, config, arrays[group], group) for group in ("parameters", "frozen")}
     _, (our_loss, our_report, our_counts, our_gradients), our_metrics, our_state = one_step(config, batch, start)
-    assert_near(our_loss, loss, "loss")
+    assert_near(our_loss, loss, "loss", bound)
     # One device exchanges nothing: rounds are those of a mesh.
     for name, value in (counts | {n: v for n, v in metrics.items() if n != "exchange_rounds"}).items():
-        assert_near((our_counts | our_metrics)[name], value, name)
+        assert_near((our_counts | our_metrics)[name], value, name, bound)
     expected = {
         "gradient": (our_gradients, relaid(theirs, config, gradients, "parameters")),
         "parameter": (our_state.parameters, relaid(theirs, config, state.parameters, "parameters")),
     }
     for kind, (ours, wanted) in expected.items():
         for path in wanted:
-            assert_near(ours[path], wanted[path], f"{kind} {path}")
-    assert_near(our_report.nonfinite_layers, report.nonfinite_layers, "nonfinite_layers")
+            assert_near(ours[path], wanted[path], f"{kind} {path}", bound)
+    assert_near(our_report.nonfinite_layers, report.nonfinite_layers, "nonfinite_layers", bound)
+    if bound > 1e-9:
+        # Rounding may move a token's score over the border of two bins.
+        return
     relayout = Relayout(theirs.model, config.model)
     for path, counted in our_report.routers.items():
         for field, ours in counted._asdict().items():
@@ -163,10 +166,10 @@ def assert_equals_one_device(config: RunConfig, theirs: RunConfig, batch, refere
                 continue
             by_path = {f"{p}.{field}": getattr(router, field) for p, router in report.routers.items()}
             wanted = relayout.apply(by_path, [f"{path}.{field}"], np)
-            assert_near(ours, wanted[f"{path}.{field}"], f"{path}.{field}")
+            assert_near(ours, wanted[f"{path}.{field}"], f"{path}.{field}", bound)
     for path, bias in relaid(theirs, config, state.router_biases, "router_biases").items():
         held = [row is not None for row in relayout.rows(path) or ()]
-        assert_near(our_state.router_biases[path][held], bias[held], path)
+        assert_near(our_state.router_biases[path][held], bias[held], path, bound)
 
 
 @pytest.fixture(scope="module")
@@ -198,18 +201,46 @@ DIRECT = {"accumulation": 4, "pipeline_transfer": "direct"}
 @pytest.mark.parametrize(
     ("model", "stages", "mesh", "settings", "lora"),
     [
-        pytest.param("k3", (2, 2), MeshConfig(pipe=2, expert=2), {"accumulation": 2}, None, id="K3, pipe=2,expert=2"),
+        pytest.param(
+            "k3",
+            (2, 2),
+            MeshConfig(pipe=2, expert=2, tensor=2),
+            {"accumulation": 2},
+            None,
+            id="K3, pipe=2,expert=2,tensor=2",
+        ),
+        pytest.param("plain", (2, 2, 2, 2), MeshConfig(pipe=4, fsdp=2), DIRECT, None, id="1f1b, pipe=4,fsdp=2"),
+        pytest.param("plain", (1,) * 8, MeshConfig(pipe=8), {"accumulation": 8}, None, id="pipe=8", marks=SLOW),
         pytest.param(
             "plain",
-            (2, 1, 1, 2),
-            MeshConfig(pipe=4),
-            {"accumulation": 4, "pipeline_transfer": "direct"},
+            (3, 2, 2, 1),
+            MeshConfig(pipe=4, tensor=2),
+            {"accumulation": 4, "pipeline_schedule": "gpipe"},
             None,
-            id="1f1b",
+            id="gpipe, pipe=4,tensor=2",
+            marks=SLOW,
         ),
         pytest.param(
             "plain",
-            (1, 2, 1, 2),
+            (1, 3, 3, 1),
+            MeshConfig(pipe=4, replica=2),
+            {"accumulation": 4, "pipeline_schedule": "split_backward"},
+            None,
+            id="split, pipe=4,replica=2",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "k3",
+            (2, 2),
+            MeshConfig(pipe=2, fsdp=2, expert=2),
+            {"accumulation": 2, "remat": "layer"},
+            None,
+            id="K3, pipe=2,fsdp=2,expert=2",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "plain",
+            (1, 3, 1, 3),
             MeshConfig(pipe=2),
             {"accumulation": 4, "pipeline_schedule": "interleaved", "chunks": 2},
             None,
@@ -220,9 +251,9 @@ DIRECT = {"accumulation": 4, "pipeline_transfer": "direct"}
             "k3",
             (1, 3),
             MeshConfig(pipe=2),
-            {"accumulation": 4, "pipeline_schedule": "split_backward"},
+            {"accumulation": 4, "pipeline_schedule": "split_backward", "pipeline_edges": "data_parallel"},
             None,
-            id="K3, split",
+            id="K3, split, embedded by all stages",
             marks=SLOW,
         ),
         pytest.param(
@@ -246,15 +277,6 @@ DIRECT = {"accumulation": 4, "pipeline_transfer": "direct"}
         pytest.param(
             "k3",
             (2, 2),
-            MeshConfig(pipe=2, expert=2, tensor=2),
-            {"accumulation": 4},
-            None,
-            id="K3, pipe=2,expert=2,tensor=2",
-            marks=SLOW,
-        ),
-        pytest.param(
-            "k3",
-            (2, 2),
             MeshConfig(pipe=2, fsdp=2),
             {"accumulation": 2, "pipeline_edges": "data_parallel"},
             None,
@@ -264,10 +286,10 @@ DIRECT = {"accumulation": 4, "pipeline_transfer": "direct"}
         pytest.param(
             "k3",
             (2, 2),
-            MeshConfig(pipe=2, context=2),
+            MeshConfig(pipe=2, context=2, fsdp=2),
             {"accumulation": 2},
             None,
-            id="K3, pipe=2,context=2",
+            id="K3, pipe=2,context=2,fsdp=2",
             marks=SLOW,
         ),
         pytest.param("k3", (3, 1), MeshConfig(pipe=2), {"accumulation": 2}, ADAPTERS, id="K3, adapters", marks=SLOW),
@@ -279,6 +301,18 @@ def test_every_schedule_gives_one_devices_loss_gradients_and_update(
     with jax.enable_x64(True):
         theirs, reference = references(model, lora)
         assert_equals_one_device(staged(theirs, stages, mesh, **settings), theirs, batches[model], reference)
+
+
+@SLOW
+def test_a_float32_pipeline_stays_within_rounding_of_one_device(batches):
+    # With a small epsilon AdamW's first update is the sign of a gradient, which rounding can turn.
+    narrow = dataclasses.replace(K3, parameter_dtype="float32", compute_dtype="float32")
+    optimizer = OptimizerConfig(warmup_steps=0, max_gradient_norm=0.5, epsilon=0.1)
+    theirs = dataclasses.replace(run_config(narrow), optimizer=optimizer)
+    mesh = MeshConfig(pipe=2, expert=2, tensor=2)
+    config = staged(theirs, (2, 2), mesh, accumulation=2)
+    reference = one_step(theirs, batches["k3"])
+    assert_equals_one_device(config, theirs, batches["k3"], reference, bound=1e-4)
 
 
 def traced(config: RunConfig, batch):
@@ -293,9 +327,9 @@ def traced(config: RunConfig, batch):
         if equation.primitive.name == "scan" and exchanges(equation.params["jaxpr"].jaxpr, "pipe")
     ]
     assert not others
-    # Hidden, a round is a tick of forward passes and one of backward passes.
-    num_ticks *= 2 if config.training.pipeline_transfer == "hidden" else 1
-    assert num_ticks == len(schedule_of(config).ticks)
+    # Hidden, a round of 1F1B is a tick of forward passes and one of backward passes.
+    is_in_turn = config.training.pipeline_transfer == "hidden" and config.training.pipeline_schedule == "1f1b"
+    assert num_ticks * (2 if is_in_turn else 1) == len(schedule_of(config).ticks)
     return jaxpr.jaxpr, body
 
 
@@ -317,7 +351,7 @@ def exchanges(jaxpr, axis: str) -> list:
 def test_the_loop_has_the_tables_ticks_keeps_few_inputs_and_sums_no_gradients(batches, transfer, num_kept):
     with jax.enable_x64(True):
         config = staged(
-            run_config(PLAIN, accumulation=8), (1, 1, 1, 3), MeshConfig(pipe=4, replica=2), pipeline_transfer=transfer
+            run_config(PLAIN, accumulation=8), (1, 2, 2, 3), MeshConfig(pipe=4, replica=2), pipeline_transfer=transfer
         )
         batch = jax.tree.map(lambda array: np.repeat(array, 2, axis=0), batches["plain"])
         whole, body = traced(config, batch)
@@ -330,6 +364,42 @@ def test_the_loop_has_the_tables_ticks_keeps_few_inputs_and_sums_no_gradients(ba
     buffers = [v.aval.shape[0] for v in body.invars if v.aval.shape[1:] == (1, 12, 16)]
     assert max(buffers) == num_kept
     assert schedule_of(config).slots().num_inputs == num_kept
+
+
+@pytest.mark.parametrize("transfer", ["direct", "hidden"])
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "split_backward"])
+def test_the_loop_of_every_schedule_has_its_tables_ticks_and_buffers(batches, schedule, transfer):
+    chunks = 2 if schedule == "interleaved" else 1
+    stages = (2, 2, 2, 2) if schedule == "interleaved" else (4, 4)
+    with jax.enable_x64(True):
+        config = staged(
+            run_config(PLAIN, accumulation=4, pipeline_transfer=transfer),
+            stages,
+            MeshConfig(pipe=2),
+            pipeline_schedule=schedule,
+            chunks=chunks,
+        )
+        _, body = traced(config, batches["plain"])
+    buffers = [v.aval.shape[0] for v in body.invars if v.aval.shape[1:] == (2, 12, 16)]
+    slots = schedule_of(config).slots()
+    assert sorted(buffers) == sorted([slots.num_inputs, slots.num_cotangents])
+
+
+@SLOW
+def test_memory_falls_as_the_pipe_axis_grows(batches):
+    wide = dataclasses.replace(PLAIN, moe=dataclasses.replace(PLAIN.moe, dense_width=512))
+
+    def memory(devices: int) -> tuple[int, int]:
+        config = staged(run_config(wide, accumulation=8), (8 // devices,) * devices, MeshConfig(pipe=devices))
+        mesh, state = make_mesh(config.mesh), abstract_state(config, make_mesh(config.mesh))
+        batch = jax.eval_shape(lambda: place_batch(batches["plain"], mesh))
+        step = jax.jit(make_value_and_gradient(config, mesh))
+        found = step.lower(state.parameters, state.router_biases, batch, state.frozen).compile().memory_analysis()
+        return found.argument_size_in_bytes, found.temp_size_in_bytes
+
+    with jax.enable_x64(True):
+        (arguments, temporaries), (fewer, less) = memory(2), memory(8)
+    assert fewer < 0.4 * arguments and less < 0.6 * temporaries
 
 
 def test_sums_of_residual_blocks_travel_only_where_they_are_needed(batches):
@@ -346,7 +416,7 @@ def test_sums_of_residual_blocks_travel_only_where_they_are_needed(batches):
 def test_a_pipeline_predicts_one_devices_tokens(batches):
     with jax.enable_x64(True):
         plain = run_config(PLAIN)
-        piped = staged(plain, (4, 2), MeshConfig(pipe=2))
+        piped = staged(plain, (5, 3), MeshConfig(pipe=2))
         state, ours = init_state(plain, make_mesh(plain.mesh)), init_state(piped, make_mesh(piped.mesh))
         relaid_start = relaid(plain, piped, jax.device_get(state.parameters), "parameters")
         for path, array in jax.device_get(ours.parameters).items():

@@ -1,13 +1,16 @@
 """The training step: every mesh and every accumulation gives one device's loss, gradients, norm and update."""
 
 import dataclasses
+from collections import Counter, defaultdict
 from functools import cache
 
 import chex
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from mmjax.axes import GATHERED_AT_USE, MESH_AXES, MESH_AXES_OF_EXPERTS
 from mmjax.config import (
     FullAttentionConfig,
     IndexerConfig,
@@ -20,11 +23,17 @@ from mmjax.config import (
     RunConfig,
     TrainingConfig,
     VisionConfig,
+    layer_kinds,
 )
+from mmjax.data.batch import Batch
 from mmjax.models.layers import initial_arrays
 from mmjax.models.multimodal import define
 from mmjax.parallel.mesh import make_mesh
-from mmjax.training.step import abstract_state, make_update, make_value_and_gradient, place_batch
+from mmjax.parallel.sharding import rests_on
+from mmjax.planner.topology import read_cluster
+from mmjax.training.compiled_program import read_program
+from mmjax.training.exchanges import ExchangeReader
+from mmjax.training.step import abstract_state, batch_specs, make_update, make_value_and_gradient, place_batch
 
 # Every part of Kimi-K3 and its indexer. Of what is gathered at use, fsdp=2 and expert=2 divide the model's width both,
 # the query's rank one by one, the latent and the experts' share of a tensor=2 not at all. Each of the two residual
@@ -75,36 +84,67 @@ def run_config(
     accumulation: int = 1,
     optimizer: str = "adamw",
     epsilon: float = 1e-8,
+    num_heads: int = 2,
+    expert_width: int = 6,
 ) -> RunConfig:
     full = MODEL.full_attention
-    full = dataclasses.replace(full, indexer=dataclasses.replace(full.indexer, stage=stage))
+    indexer = dataclasses.replace(full.indexer, stage=stage, num_heads=num_heads)
+    full = dataclasses.replace(full, indexer=indexer, num_heads=num_heads)
+    linear = dataclasses.replace(MODEL.linear_attention, num_heads=num_heads)
     moe = dataclasses.replace(
         MODEL.moe,
+        expert_width=expert_width,
         capacity_factor=capacity_factor,
         transport=transport,
         exchange_chunks=exchange_chunks,
         expert_axes=expert_axes,
     )
     return RunConfig(
-        model=dataclasses.replace(MODEL, parameter_dtype=dtype, compute_dtype=dtype, full_attention=full, moe=moe),
+        model=dataclasses.replace(
+            MODEL,
+            parameter_dtype=dtype,
+            compute_dtype=dtype,
+            full_attention=full,
+            linear_attention=linear,
+            moe=moe,
+        ),
         optimizer=OptimizerConfig(name=optimizer, warmup_steps=0, max_gradient_norm=0.5, epsilon=epsilon),
         training=TrainingConfig(accumulation=accumulation),
     )
 
 
-def one_step(batch, mesh_config: MeshConfig, **settings):
-    """(loss, report, counts, gradients), then (metrics, parameters, router biases) after the update; as NumPy."""
+@cache
+def compiled_step(mesh_config: MeshConfig, shapes: tuple, **settings):
+    """`(state, batch) -> what it found, what the update changed`, compiled for batches of these shapes."""
     config, mesh = run_config(**settings), make_mesh(mesh_config)
     value_and_gradient, update = make_value_and_gradient(config, mesh), make_update(config)
 
-    @jax.jit
     def step(state, batch):
         found = value_and_gradient(state.parameters, state.router_biases, batch)
         new_state, metrics = update(state, *found)
         return found, (metrics, new_state.parameters, new_state.router_biases)
 
+    def describe(shape: tuple, array_spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, array_spec))
+
+    batch = Batch(*map(describe, shapes, batch_specs()))
+    return jax.jit(step).lower(abstract_state(config, mesh), batch).compile()
+
+
+def program_of(batch, mesh_config: MeshConfig, **settings):
+    shapes = tuple((array.shape, array.dtype) for array in batch)
+    return compiled_step(mesh_config, shapes, **settings)
+
+
+def one_step(batch, mesh_config: MeshConfig, change=lambda state: state, **settings):
+    """(loss, report, counts, gradients), then (metrics, parameters, router biases) after the update; as NumPy.
+
+    `change` makes another state of the one at the start.
+    """
+    config, mesh = run_config(**settings), make_mesh(mesh_config)
+    state = change(random_state(config, mesh))
     (loss, report, *found), (metrics, *changed) = jax.device_get(
-        step(random_state(config, mesh), place_batch(batch, mesh))
+        program_of(batch, mesh_config, **settings)(state, place_batch(batch, mesh))
     )
     # An auxiliary loss that is configured is not 0.
     assert min(metrics[name] for name in ("balance_loss", "router_z_loss", "indexer_loss")) > 0
@@ -158,7 +198,12 @@ def assert_same(ours, theirs, bound: float) -> None:
         pytest.param(TENSOR_EXPERT, {"capacity_factor": 0.6, "exchange_chunks": 2}, id="tensor=2,expert=4"),
         pytest.param(FSDP_TENSOR_EXPERT, {"transport": "ring"}, id="fsdp=2,tensor=2,expert=2"),
         pytest.param(CONTEXT_EXPERT_TENSOR, {"capacity_factor": 0.6}, id="context=2,expert=2,tensor=2"),
-        pytest.param(MeshConfig(context=2), {}, id="context=2", marks=pytest.mark.slow),
+        pytest.param(MeshConfig(replica=8), {}, id="replica=8", marks=pytest.mark.slow),
+        pytest.param(MeshConfig(fsdp=4, tensor=2), {}, id="fsdp=4,tensor=2", marks=pytest.mark.slow),
+        pytest.param(MeshConfig(replica=2, expert=4), {}, id="replica=2,expert=4", marks=pytest.mark.slow),
+        pytest.param(
+            MeshConfig(replica=2, context=2, tensor=2), {}, id="replica=2,context=2,tensor=2", marks=pytest.mark.slow
+        ),
         pytest.param(MeshConfig(context=4, fsdp=2), {}, id="context=4,fsdp=2", marks=pytest.mark.slow),
         pytest.param(MeshConfig(context=4, expert=2), {}, id="context=4,expert=2", marks=pytest.mark.slow),
         pytest.param(
@@ -188,9 +233,100 @@ def test_every_mesh_gives_one_devices_loss_gradients_and_update(batch, one_devic
     with jax.enable_x64(True):
         # One device exchanges nothing, whatever the size of its buffers.
         exchange = ("capacity_factor", "transport", "exchange_chunks", "expert_axes")
-        theirs = one_device(**{name: value for name, value in settings.items() if name not in exchange})
-        ours = one_step(batch, mesh, **settings)
+        alike = {name: value for name, value in settings.items() if name not in exchange}
+        theirs, ours = one_device(**alike), one_step(batch, mesh, **settings)
+        program, whole = program_of(batch, mesh, **settings), program_of(batch, MeshConfig(), **alike)
     assert_same(ours, theirs, 1e-9)
+    assert device_bytes(program) < device_bytes(whole)
+    # Muon makes matrices whole by itself.
+    if settings.get("optimizer") != "muon":
+        assert_exchanges_are_those_meant(program, mesh, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["context", "tensor"])
+def test_eight_devices_of_an_axis_that_needs_wider_sizes_give_one_devices_step(make_batch, axis):
+    batch = make_batch(MODEL, rows=2, row_tokens=64, row_patches=16, empty_rows=1)
+    wide = {"num_heads": 8, "expert_width": 8}
+    with jax.enable_x64(True):
+        theirs, ours = one_step(batch, MeshConfig(), **wide), one_step(batch, MeshConfig(**{axis: 8}), **wide)
+        program = program_of(batch, MeshConfig(**{axis: 8}), **wide)
+    assert_same(ours, theirs, 1e-9)
+    assert_exchanges_are_those_meant(program, MeshConfig(**{axis: 8}), **wide)
+
+
+def device_bytes(program) -> int:
+    """Arguments and temporaries of one device."""
+    memory = program.memory_analysis()
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+
+def assert_exchanges_are_those_meant(program, mesh: MeshConfig, **settings) -> None:
+    """The compiled text holds each exchange as often as it is meant, further rounds aside, and none else."""
+    model = run_config(**settings).model
+    reader = ExchangeReader(read_program(program.as_text()), mesh, read_cluster("1x8xh200"))
+    found: dict[str, dict[tuple, float]] = defaultdict(dict)
+    for exchange in reader.exchanges():
+        if not exchange.is_conditional:
+            found[exchange.kind][exchange.mesh_axes] = exchange.count
+    over_context = [found[kind].pop(("context",), 0) for kind in ("all-gather", "reduce-scatter")]
+    assert all(count > 0 for count in over_context) == (mesh.context > 1)
+
+    # Each weight is gathered where it is used, and again in the backward pass of what is computed again; its gradient
+    # is scattered once.
+    weights, once = gathered_weights(model, mesh)
+    assert found["reduce-scatter"] == weights
+    assert found["all-gather"] == {axes: 2 * number - once[axes] for axes, number in weights.items()}
+
+    # Rows of tokens go to experts and back, in the forward pass, again, and as gradients; once each time also which
+    # experts they are for.
+    axes_of_experts = MESH_AXES_OF_EXPERTS[model.moe.expert_axes]
+    exchanging = tuple(axis for axis in axes_of_experts if mesh.sizes[axis] > 1)
+    num_linear, num_moe = (sum(word in kind for kind in layer_kinds(model)) for word in ("linear", "moe"))
+    is_ring = model.moe.transport == "ring"
+    swaps = num_moe * (2 * (1 + 2 * model.moe.exchange_chunks) + 2 * model.moe.exchange_chunks)
+    assert found["all-to-all"] == ({exchanging: swaps} if exchanging and not is_ring else {})
+    # Each linear attention looks back over two edges between chunks; a ring passes rows, indices, weights and sums.
+    sent = {("context",): 6 * num_linear} if mesh.context > 1 else {}
+    assert found["collective-permute"].keys() == sent.keys() | ({exchanging} if exchanging and is_ring else set())
+    assert sent.items() <= found["collective-permute"].items()
+
+    # Sums of data-parallel gradients and counts are taken once a step, whatever the number of layers.
+    assert sum(count for axes, count in found["all-reduce"].items() if "tensor" not in axes) <= 10
+    assert found.keys() <= {"reduce-scatter", "all-gather", "all-to-all", "collective-permute", "all-reduce"}
+
+
+def gathered_weights(model: ModelConfig, mesh: MeshConfig) -> tuple[dict[tuple, int], Counter]:
+    """How many layers' weights rest split over which axes to be gathered, and how many of them outside of layers."""
+    weights, once = Counter(), Counter()
+    for variable in define(model).parameters.values():
+        metadata, array = variable.get_metadata(), variable.get_value()
+        for name, size in zip(metadata["array_axes"], metadata["whole_shape"], strict=True):
+            if name not in GATHERED_AT_USE:
+                continue
+            resting = rests_on(name, size, mesh.sizes)
+            mesh_axes = tuple(axis for axis in MESH_AXES if axis in resting and axis in GATHERED_AT_USE[name])
+            mesh_axes = tuple(axis for axis in mesh_axes if mesh.sizes[axis] > 1)
+            is_stacked = array.ndim > len(metadata["array_axes"])
+            weights[mesh_axes] += array.shape[0] if is_stacked else 1
+            once[mesh_axes] += not is_stacked
+    return {axes: number for axes, number in weights.items() if axes}, once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["replica", "fsdp", "expert", "context"])
+def test_memory_falls_as_an_axis_grows(batch, axis):
+    sizes = (1, 2, 4)
+    with jax.enable_x64(True):
+        programs = [program_of(batch, MeshConfig(**{axis: size})) for size in sizes]
+    arguments, temporaries = (
+        [getattr(program.memory_analysis(), f"{name}_size_in_bytes") for program in programs]
+        for name in ("argument", "temp")
+    )
+    # Activations fall with every axis that splits tokens, what rests with those that split it.
+    assert temporaries == sorted(temporaries, reverse=True) and temporaries[-1] < 0.6 * temporaries[0]
+    bound = {"fsdp": 0.4, "expert": 0.4}.get(axis, 1.0)
+    assert arguments[-1] <= bound * arguments[0]
 
 
 def test_devices_of_the_context_axis_without_targets_or_pictures_change_nothing(batch):
@@ -212,6 +348,45 @@ def test_devices_of_the_context_axis_without_targets_or_pictures_change_nothing(
     with jax.enable_x64(True):
         ours = one_step(changed, CONTEXT_EXPERT_TENSOR, capacity_factor=0.6)
         assert_same(ours, one_step(changed, MeshConfig()), 1e-9)
+
+
+def one_expert_and_slow_decay(state):
+    """Routers that send every token to experts 0 and 1, and linear attention that forgets next to nothing."""
+
+    def move(path: str, array: jax.Array) -> jax.Array:
+        return array - 12 if path.endswith("decay_bias") else array
+
+    def prefer(bias: jax.Array) -> jax.Array:
+        return jax.device_put(np.zeros(bias.shape) + 50.0 * (np.arange(bias.shape[-1]) < 2)[None], bias.sharding)
+
+    return dataclasses.replace(
+        state,
+        parameters={path: move(path, array) for path, array in state.parameters.items()},
+        router_biases={path: prefer(bias) for path, bias in state.router_biases.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        pytest.param(CONTEXT_EXPERT_TENSOR, {"capacity_factor": 0.6}, id="context=2,expert=2,tensor=2"),
+        pytest.param(TENSOR_EXPERT, {"capacity_factor": 0.6, "exchange_chunks": 2}, id="tensor=2,expert=4"),
+        pytest.param(FSDP_TENSOR_EXPERT, {"transport": "ring"}, id="fsdp=2,tensor=2,expert=2"),
+    ],
+)
+def test_one_expert_for_all_and_a_document_over_the_whole_row_change_nothing(batch, mesh, settings):
+    """The programs are those of the first test."""
+    row = int(np.argmax((batch.segment_ids > 0).sum(axis=1)))
+    segment_ids, positions = batch.segment_ids.copy(), batch.positions.copy()
+    # One document across all edges of the context axis; its neighbours keep theirs.
+    segment_ids[row], positions[row] = 1, np.arange(segment_ids.shape[1])
+    changed = batch._replace(segment_ids=segment_ids, positions=positions)
+    with jax.enable_x64(True):
+        theirs = one_step(changed, MeshConfig(), one_expert_and_slow_decay)
+        ours = one_step(changed, mesh, one_expert_and_slow_decay, **settings)
+    loads = [router.load for router in theirs[0][1].routers.values()]
+    assert all((load[..., :2].sum() == load.sum()) and load.sum() > 0 for load in loads)
+    assert_same(ours, theirs, 1e-9)
 
 
 @pytest.mark.parametrize(
