@@ -5,6 +5,7 @@ import difflib
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
@@ -32,9 +33,20 @@ from mmjax.parallel.pipeline_schedule import Kind, ScheduleName, make_schedule
 from mmjax.planner.adapters import ADAPTED_NAMES, Tuning
 from mmjax.planner.hardware import Cluster
 from mmjax.planner.machine import discover
+from mmjax.planner.memory import device_bytes
+from mmjax.planner.plan_file import write_plan
 from mmjax.planner.readings import fit_link, load, with_inside_link
-from mmjax.planner.search import Plan, SearchResult, check_without_mesh, remedies, search
-from mmjax.planner.step_time import Rates
+from mmjax.planner.search import (
+    Plan,
+    SearchResult,
+    check_without_mesh,
+    describe_kept,
+    describe_schedule,
+    remedies,
+    search,
+)
+from mmjax.planner.stages import with_stages
+from mmjax.planner.step_time import Rates, StepClock
 from mmjax.planner.topology import machine_cluster, read_cluster
 from mmjax.planner.units import format_bytes, format_seconds
 
@@ -74,7 +86,13 @@ class Command:
     top: int = 8
     """Plans to print."""
     output: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = ""
-    """Write plan.yaml (for `python -m mmjax.train --config`), plans.json and plans.png there."""
+    """Write plan.json (for `python -m mmjax.train --plan`), plan.yaml (all settings, for `--config`), plans.json and
+    plans.png there."""
+    confirm: int = 0
+    """Compile the step of so many of the fastest plans for the cluster, without a GPU (extra `deviceless`, loads JAX),
+    and print what it holds beside what was predicted."""
+    confirm_layers: int = 0
+    """Confirm with the first so many layers only: the whole of a large model takes long to compile. 0: all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +198,43 @@ def run(command: Command) -> int:
     print_rejections(console, result)
     if command.output:
         write_files(Path(command.output), result, tuning)
+    if command.confirm:
+        confirm(console, result.plans[: command.confirm], cluster, tuning, command.confirm_layers)
     return 0
+
+
+def confirm(console: Console, plans: Sequence[Plan], cluster: Cluster, tuning: Tuning, num_layers: int) -> None:
+    """Compile plans for the cluster and print the compiler's account beside the prediction."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from mmjax.training.compiled_step import compile_step
+
+    table = Table("mesh", "", "predicted", "compiled", "compiled / predicted", title=f"compiled for {cluster.name}")
+    for plan in plans:
+        config = with_stages(with_layers(plan.config, num_layers) if num_layers else plan.config)
+        memory, clock = device_bytes(config, tuning), StepClock(config, cluster, tuning=tuning)
+        time, compiled = clock.step(config), compile_step(config, cluster)
+        held = compiled.device_memory
+        exposed = time.communication_share * time.total
+        rows = [
+            ("bytes at rest", memory.arguments, held["arguments"], format_bytes),
+            ("bytes at the peak", memory.total, held["peak"], format_bytes),
+            ("computing", time.total - exposed, compiled.timeline.compute, format_seconds),
+            ("waiting for exchanges", exposed, compiled.timeline.exposed, format_seconds),
+        ]
+        name = escape(describe_mesh(config.mesh)) + (f" ({config.model.num_layers} layers)" if num_layers else "")
+        for index, (label, predicted, found, write) in enumerate(rows):
+            ratio = f"{found / predicted:.2f}" if predicted else ""
+            table.add_row(name if not index else "", label, write(predicted), write(found), ratio)
+        table.add_section()
+    console.print(table)
+
+
+def with_layers(config: RunConfig, num_layers: int) -> RunConfig:
+    """The run of a model with the first so many layers."""
+    kept = tuple(layer for layer in config.model.full_attention_layers if layer < num_layers)
+    number = min(num_layers, config.model.num_layers)
+    model = dataclasses.replace(config.model, num_layers=number, full_attention_layers=kept, pipeline_stages=())
+    return dataclasses.replace(config, model=model)
 
 
 def measure(command: MeasureCommand) -> int:
@@ -266,22 +320,20 @@ def find_preset(name: str) -> Callable[[], ModelConfig]:
 
 
 def print_plans(console: Console, result: SearchResult, top: int) -> None:
-    """The fastest plans with the reason why each loses, and where the time and memory of the best go."""
-    table = Table("mesh", "micro-batches", "remat", "step", "tokens/s/GPU", "MFU", "memory", "why not", title="plans")
+    """The fastest plans with the reason why each loses, other ways to run the best, where its time and memory go."""
+    headers = ("micro-batches", "kept", "schedule", "step", "tokens/s/GPU", "MFU", "memory", "why not")
+    table = Table("mesh", *headers, title="plans")
     for plan in result.plans[:top]:
-        training, model = plan.config.training, plan.config.model
-        table.add_row(
-            escape(describe_mesh(plan.config.mesh)),
-            str(training.accumulation),
-            model.remat,
-            format_seconds(plan.time.total),
-            f"{plan.tokens_per_second:,.0f}",
-            f"{plan.utilisation:.1%}",
-            format_bytes(plan.memory.total),
-            result.reasons_against(plan),
-        )
+        table.add_row(escape(describe_mesh(plan.config.mesh)), *_cells(plan, result))
     console.print(table)
     best = result.plans[0]
+    if result.siblings:
+        table = Table(*headers, title=f"other ways to run {describe_mesh(best.config.mesh)}")
+        for plan in result.siblings[:top]:
+            table.add_row(*_cells(plan, result))
+        console.print(table)
+    if best.config.mesh.device_order:
+        console.print("devices stand in another order than their own (mesh.device_order of the plan)")
     shares = Table("time of the best", "", "", title="predicted, not measured")
     for term, seconds in sorted(best.time.terms.items(), key=lambda item: -item[1]):
         if seconds:
@@ -289,7 +341,26 @@ def print_plans(console: Console, result: SearchResult, top: int) -> None:
     shares.add_section()
     for part, value in sorted(dataclasses.asdict(best.memory).items(), key=lambda item: -item[1]):
         shares.add_row(part.replace("_", " "), format_bytes(value), f"{value / best.memory.total:.1%}")
+    if best.host_bytes:
+        shares.add_section()
+        shares.add_row("on the host", format_bytes(best.host_bytes), "")
     console.print(shares)
+
+
+def _cells(plan: Plan, result: SearchResult) -> list[str]:
+    moe = plan.config.model.moe
+    transport = f", {moe.transport}" if plan.time.expert_exchange and moe.transport != "all_to_all" else ""
+    schedule = describe_schedule(plan.config) if plan.config.mesh.pipe > 1 else ""
+    return [
+        str(plan.config.training.accumulation),
+        describe_kept(plan.config),
+        (schedule + transport).removeprefix(", "),
+        format_seconds(plan.time.total),
+        f"{plan.tokens_per_second:,.0f}",
+        f"{plan.utilisation:.1%}",
+        format_bytes(plan.memory.total),
+        result.reasons_against(plan),
+    ]
 
 
 def print_rejections(console: Console, result: SearchResult) -> None:
@@ -318,13 +389,17 @@ def print_no_fit(console: Console, config: RunConfig, cluster: Cluster, tuning: 
 
 
 def write_files(folder: Path, result: SearchResult, tuning: Tuning) -> None:
-    """plans.json and plans.png; plan.yaml of the best, unless only experts get adapters, which settings cannot say."""
+    """plans.json and plans.png; plan.json of the best; plan.yaml of it too, unless only experts get adapters, which
+    settings cannot say."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plans.json").write_text(json.dumps([_as_json(plan, result) for plan in result.plans], indent=1) + "\n")
     draw(result, folder / "plans.png")
+    best = result.plans[0]
+    write_plan(folder / "plan.json", best.config, _as_json(best, result))
+    print(f"the best, for settings of your own: python -m mmjax.train --plan {folder / 'plan.json'} ...")
     if tuning.kind == "full" or tuning.rank:
-        (folder / "plan.yaml").write_text(to_yaml(result.plans[0].config))
-        print(f"settings of the best: python -m mmjax.train --config {folder / 'plan.yaml'}")
+        (folder / "plan.yaml").write_text(to_yaml(best.config))
+        print(f"the best with all settings: python -m mmjax.train --config {folder / 'plan.yaml'}")
     else:
         print("no plan.yaml: settings have no word for adapters of experts alone")
 
@@ -336,11 +411,11 @@ def draw(result: SearchResult, path: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     plot = figure.subplots()
     gibi = 1024**3
-    for remat, marker in (("layer", "o"), ("none", "x")):
-        chosen = [plan for plan in result.plans if plan.config.model.remat == remat]
+    for kept, marker in (("layer", "o"), ("results", "^"), ("none", "x")):
+        chosen = [plan for plan in result.plans if _kept_kind(plan) == kept]
         times, sizes = [plan.time.total for plan in chosen], [plan.memory.total / gibi for plan in chosen]
         if chosen:
-            plot.scatter(sizes, times, marker=marker, s=18, label=f"remat {remat}")
+            plot.scatter(sizes, times, marker=marker, s=18, label=_KEPT_LABELS[kept])
     front = result.front()
     plot.plot([plan.memory.total / gibi for plan in front], [plan.time.total for plan in front], "k-", linewidth=0.8)
     plot.set(xlabel="memory of a device, GiB", ylabel="step, s", yscale="log", title="plans that fit (predicted)")
@@ -348,13 +423,26 @@ def draw(result: SearchResult, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+_KEPT_LABELS = {"layer": "inputs of layers kept", "results": "some results kept", "none": "everything kept"}
+
+
+def _kept_kind(plan: Plan) -> str:
+    model = plan.config.model
+    return "results" if model.remat_keep or model.remat_offload else model.remat
+
+
 def _as_json(plan: Plan, result: SearchResult) -> dict[str, object]:
+    config = plan.config
     return {
-        "mesh": plan.config.mesh.sizes,
-        "accumulation": plan.config.training.accumulation,
-        "remat": plan.config.model.remat,
+        "mesh": config.mesh.sizes,
+        "device_order": config.mesh.device_order,
+        "accumulation": config.training.accumulation,
+        "kept": describe_kept(config),
+        "schedule": describe_schedule(config) if config.mesh.pipe > 1 else None,
+        "transport": config.model.moe.transport,
         "seconds": plan.time.terms,
         "bytes": dataclasses.asdict(plan.memory),
+        "host_bytes": plan.host_bytes,
         "tokens_per_second_per_device": plan.tokens_per_second,
         "mfu": plan.utilisation,
         "reason": result.reasons_against(plan),

@@ -33,6 +33,7 @@ from mmjax.config import (
 )
 from mmjax.errors import ConfigurationError, MmjaxError
 from mmjax.parallel.launch import LaunchOptions, Placement, resolve
+from mmjax.planner.plan_file import read_plan
 from mmjax.planner.stages import with_stages
 
 # Ctrl-C before the first step, or a second one after it; the first one saves and ends with errors.EXIT_INTERRUPTED.
@@ -44,7 +45,7 @@ class Command:
     """Train a model, or adapters on it. The same run folder again goes on from its latest complete checkpoint.
 
     Settings come from the defaults, an experiment or a file, then from the model of `--weights` and the tower of
-    `--audio-weights`, then from the options below.
+    `--audio-weights`, then from a plan, then from the options below.
 
     python -m mmjax.train --experiment digits_cpu --mesh fsdp=2,expert=2 --optimizer.learning-rate 1e-3
     python -m mmjax.train --weights CONVERTED --lora.rank 16 --lora.targets q_proj v_proj
@@ -54,6 +55,8 @@ class Command:
     """Start from experiments/NAME.py."""
     config: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """Start from a YAML file, such as the config.yaml of a run."""
+    plan: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """Take mesh, device order, micro-batches, schedule and what is kept from a plan.json of `python -m mmjax.plan`."""
     mesh: Annotated[str, tyro.conf.arg(metavar="MESH")] = ""
     """4x2x16 is pipe x tensor x expert; fsdp=2,expert=64 names axes; one axis may be -1: the devices that are left."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -91,13 +94,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_command(arguments: Sequence[str]) -> Command:
     """The command line with its settings resolved.
 
-    In this order: defaults, experiment or file, the model of `--weights`, options, `--mesh`.
+    In this order: defaults, experiment or file, the model of `--weights`, `--plan`, options, `--mesh`.
     """
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scan.add_argument("--experiment", nargs="?", default="")
     scan.add_argument("--config", nargs="?", default="")
     scan.add_argument("--weights", nargs="?", default="")
     scan.add_argument("--audio-weights", nargs="?", default="")
+    scan.add_argument("--plan", nargs="?", default="")
     start, _ = scan.parse_known_args(arguments)
     if start.experiment and start.config:
         raise ConfigurationError(
@@ -121,6 +125,8 @@ def read_command(arguments: Sequence[str]) -> Command:
 
         model = dataclasses.replace(settings.model, audio=read_audio(audio_weights, settings.model.audio))
         settings = dataclasses.replace(settings, model=model)
+    plan = read_plan(Path(start.plan)) if start.plan else None
+    settings = plan.applied(settings) if plan else settings
     command = tyro.cli(Command, default=Command(settings=settings), args=arguments, prog="python -m mmjax.train")
     is_dtype_given = any(one.replace("_", "-").startswith("--model.parameter-dtype") for one in arguments)
     if weights and command.settings.lora.rank and not is_dtype_given:
@@ -133,6 +139,8 @@ def read_command(arguments: Sequence[str]) -> Command:
     if command.mesh:
         mesh = dataclasses.replace(command.settings, mesh=parse_mesh(command.mesh))
         command = dataclasses.replace(command, settings=mesh)
+    for difference in plan.differences(command.settings) if plan else []:
+        print(f"note: {difference}")
     return command
 
 

@@ -35,7 +35,7 @@ from mmjax.config.settings import (
     TrainingConfig,
     resolve_mesh,
 )
-from mmjax.config.yaml_text import flatten, from_yaml, settings_from_yaml, to_yaml
+from mmjax.config.yaml_text import flatten, from_yaml, settings_from_yaml, settings_with, to_yaml
 
 __all__ = [
     "MESH_AXIS_PURPOSES",
@@ -77,5 +77,6 @@ __all__ = [
     "resolve_mesh",
     "saved",
     "settings_from_yaml",
+    "settings_with",
     "to_yaml",
 ]

@@ -52,6 +52,17 @@ def _mesh_faults(mesh: MeshConfig) -> Iterator[Fault]:
     if len(open_axes) > 1:
         found = f"-1 for {', '.join(open_axes)}"
         yield Fault(path="mesh", found=found, remedy="only one axis may be -1; give the others a size")
+    order, number = mesh.device_order, mesh.num_devices
+    if not order:
+        return
+    if open_axes:
+        found = f"{len(order)} devices with {open_axes[0]}=-1"
+        yield Fault(path="mesh.device_order", found=found, remedy="give every axis a size, or leave the order out")
+    elif sorted(order) != list(range(number)):
+        missing = sorted(set(range(number)) - set(order))
+        found = f"{len(order)} numbers for {number} devices" + (f", none of them {missing[0]}" if missing else "")
+        remedy = f"give each of 0 to {number - 1} once, or leave it out for the devices' own order"
+        yield Fault(path="mesh.device_order", found=found, remedy=remedy)
 
 
 def _data_faults(config: RunConfig) -> Iterator[Fault]:

@@ -1,5 +1,6 @@
 """The text of a mesh on a command line: `4x2x16` or `fsdp=2,expert=64`."""
 
+import dataclasses
 import difflib
 import re
 
@@ -35,7 +36,7 @@ def parse_mesh(text: str) -> MeshConfig:
         raise _error(text, "sizes of at least 1, or -1", f"mend {', '.join(bad)}")
     if sum(size == -1 for size in sizes.values()) > 1:
         raise _error(text, "at most one axis of -1 (all devices that are left)", "give the other axes a size")
-    return MeshConfig(**sizes)
+    return dataclasses.replace(MeshConfig(), **sizes)
 
 
 def describe_mesh(mesh: MeshConfig) -> str:

@@ -18,6 +18,8 @@ class MeshConfig:
     context: int = 1
     expert: int = 1
     tensor: int = 1
+    device_order: tuple[int, ...] = ()
+    """Which device stands at each place of the mesh, the last axis running fastest; empty: in their own order."""
 
     @property
     def sizes(self) -> dict[str, int]:

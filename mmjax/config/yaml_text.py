@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import yaml
@@ -81,6 +81,25 @@ def settings_from_yaml(text: str, file: str, kind: type[Settings]) -> Settings:
     if faults:
         raise ConfigurationFaults(file, faults)
     return config
+
+
+def settings_with(config: Settings, changes: Mapping[str, Any], file: str) -> Settings:
+    """`config` with plain values in place of those settings, each by its dotted name.
+
+    `file` is how messages call where they come from.
+
+    Raises:
+      ConfigurationFaults: unknown names and values of a wrong type.
+    """
+    values = dataclasses.asdict(typing.cast(Any, config))
+    for name, value in changes.items():
+        *words, last = name.split(".")
+        parent = values
+        for word in words:
+            parent = parent.setdefault(word, {})
+        parent[last] = value
+    text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    return settings_from_yaml(text, file, type(config))
 
 
 def _read(node: yaml.Node, kind: Any, path: str, faults: list[Fault]) -> Any:

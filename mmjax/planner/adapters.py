@@ -77,6 +77,7 @@ def _adapters(array: ParameterArray, tuning: Tuning) -> list[ParameterArray]:
             array,
             path=f"{array.path}.{name}",
             part="adapters",
+            adapted_part=array.part,
             shape=shape,
             array_axes=array_axes,
             count=count,

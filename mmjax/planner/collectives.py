@@ -1,6 +1,10 @@
 """Times of collective exchanges over two levels of links, in seconds, from bytes, bandwidths and latencies."""
 
+import functools
+import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from mmjax import axes
 from mmjax.config import MeshConfig
@@ -28,22 +32,39 @@ class Group:
 def mesh_group(mesh: MeshConfig, mesh_axes: tuple[str, ...], cluster: Cluster) -> Group:
     """The group that a collective over `mesh_axes` forms, devices in mesh order: the last axis on neighbours.
 
-    The fullest sharing of a node is what counts: how many of the group's members its first device's node holds.
+    Of a permuted order the group that is spread over nodes most.
     """
-    strides, stride = {}, 1
-    for axis in reversed(axes.MESH_AXES):
-        strides[axis] = stride
-        stride *= mesh.sizes[axis]
-    members = [0]
-    for axis in mesh_axes:
-        members = [member + index * strides[axis] for member in members for index in range(mesh.sizes[axis])]
-    on_first_node = sum(member < cluster.gpus_per_node for member in members)
+    devices, per_node = _sharing(mesh, mesh_axes, cluster.gpus_per_node)
+    return Group(num_devices=devices, devices_per_node=per_node, inside=cluster.inside, between=cluster.between)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _sharing(mesh: MeshConfig, mesh_axes: tuple[str, ...], gpus_per_node: int) -> tuple[int, int]:
+    """(devices of a group, how many of them share a node)."""
+    if mesh.device_order:
+        grid = np.asarray(mesh.device_order).reshape(tuple(mesh.sizes.values())) // gpus_per_node
+        places = [axes.MESH_AXES.index(axis) for axis in mesh_axes]
+        groups = np.moveaxis(grid, places, range(-len(places), 0)).reshape(-1, _product(mesh, mesh_axes))
+        shared = min(int(np.unique(group, return_counts=True)[1].min()) for group in groups)
+        num_devices = groups.shape[1]
+    else:
+        strides, stride = {}, 1
+        for axis in reversed(axes.MESH_AXES):
+            strides[axis] = stride
+            stride *= mesh.sizes[axis]
+        members = [0]
+        for axis in mesh_axes:
+            members = [member + index * strides[axis] for member in members for index in range(mesh.sizes[axis])]
+        # The fullest sharing of a node counts: how many of the group's members its first device's node holds.
+        shared, num_devices = sum(member < gpus_per_node for member in members), len(members)
     # A group whose members are spread unevenly is as slow as its emptiest node: take the share that divides it.
-    while len(members) % on_first_node:
-        on_first_node -= 1
-    return Group(
-        num_devices=len(members), devices_per_node=on_first_node, inside=cluster.inside, between=cluster.between
-    )
+    while num_devices % shared:
+        shared -= 1
+    return num_devices, shared
+
+
+def _product(mesh: MeshConfig, mesh_axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.sizes[axis] for axis in mesh_axes)
 
 
 def all_gather_seconds(total_bytes: float, group: Group) -> float:

@@ -1,7 +1,7 @@
 """What a step costs: FLOPs by part, MFU, and the golden formula over modality branches. Plain arithmetic with units."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,17 +115,26 @@ def _latent_attention_flops(model: ModelConfig, row_tokens: int) -> tuple[float,
     )
     causal_keys = (row_tokens + 1) / 2
     if indexer.stage == "sparse":
-        seen = min(indexer.top_k, row_tokens)
-        keys = seen - seen * (seen - 1) / (2 * row_tokens)
-        scores = heads * (2 * full.latent_width + full.shared_key_width) * keys
+        scores = heads * (2 * full.latent_width + full.shared_key_width) * _keys_seen(model, row_tokens)
     else:
         scores = heads * (full.key_width + full.value_width) * causal_keys
     indexing = 0.0
     if indexer.stage != "none":
-        indexing = query_input * indexer.num_heads * indexer.head_width
-        indexing += width * (indexer.head_width + indexer.num_heads)
-        indexing += indexer.num_heads * indexer.head_width * causal_keys
+        indexing = _indexer_weights(model) + indexer.num_heads * indexer.head_width * causal_keys
     return _FLOPS_PER_WEIGHT * weights, _FLOPS_PER_WEIGHT * scores, _FLOPS_PER_WEIGHT * indexing
+
+
+def _keys_seen(model: ModelConfig, row_tokens: int) -> float:
+    """Mean number of keys that a query takes of those that an indexer selects."""
+    seen = min(model.full_attention.indexer.top_k, row_tokens)
+    return seen - seen * (seen - 1) / (2 * row_tokens)
+
+
+def _indexer_weights(model: ModelConfig) -> int:
+    """Entries of one indexer's matrices."""
+    full, indexer = model.full_attention, model.full_attention.indexer
+    query_input = full.query_rank or model.width
+    return query_input * indexer.num_heads * indexer.head_width + model.width * (indexer.head_width + indexer.num_heads)
 
 
 def _grouped_attention_flops(model: ModelConfig, row_tokens: int) -> tuple[float, float, float]:
@@ -164,15 +173,26 @@ def vision_forward_flops(model: ModelConfig, image_patches: int) -> float:
 
 
 def adapter_forward_flops(model: ModelConfig, tuning: Tuning) -> float:
-    """FLOPs of one position in all adapters: 2 for each entry; of the experts' adapters, those of the experts taken."""
-    moe = model.moe
-    size = 0.0
+    """FLOPs of one position in all adapters of the decoder: 2 for each entry used.
+
+    Of the experts' adapters those of the experts taken; a first factor that all experts share multiplies each of a
+    token's rows, at whichever expert it is, as the others do.
+    """
+    return sum(flops for flops, _ in _adapter_flops(model, tuning))
+
+
+def _adapter_flops(model: ModelConfig, tuning: Tuning) -> Iterator[tuple[float, int]]:
+    """(forward FLOPs of one position, forward and backward over forward) of each adapter array of the decoder."""
     for array in trained_arrays(model, tuning):
-        # The tower's see patches, not positions, and weigh little.
-        if array.part == "adapters" and array.in_decoder_layer:
-            is_expert = holds_experts(array.array_axes)
-            size += array.size * (moe.experts_per_token / moe.num_experts if is_expert else 1)
-    return _FLOPS_PER_WEIGHT * size
+        if array.part != "adapters" or not array.in_decoder_layer:
+            continue
+        entries = float(array.size)
+        if array.adapted_part == "routed experts":
+            taken = model.moe.experts_per_token
+            entries *= taken / model.moe.num_experts if holds_experts(array.array_axes) else taken
+        # The indexer reads detached inputs: what meets them has no gradient to hand on.
+        is_detached = array.adapted_part == "indexer" and array.name == "down"
+        yield _FLOPS_PER_WEIGHT * entries, 2 if is_detached else TRAINING_FACTOR
 
 
 def training_flops(model: ModelConfig, row_tokens: int, tuning: Tuning = FULL) -> dict[str, float]:
@@ -180,24 +200,40 @@ def training_flops(model: ModelConfig, row_tokens: int, tuning: Tuning = FULL) -
 
         trained weights, products of activations:  3 x forward
         frozen weights (LoRA):                     2 x forward: their inputs need a gradient, they do not
-        frozen indexer:                            1 x forward: it reads detached inputs
-        adapters:                                  3 x 2 for each entry used
+        indexer's weights, which read detached inputs:       2 x forward trained, 1 x frozen
+        indexer's scores:  1 x forward; where it learns, 2 x more over the keys that its loss sees (stage sparse: taken)
+        adapters:                                  3 x 2 for each entry used, 2 x 2 of those that read detached inputs
 
     No rematerialisation: these are the FLOPs of MFU.
     """
     forward = forward_flops(model, row_tokens)
-    if tuning.kind == "full":
-        return {part: TRAINING_FACTOR * flops for part, flops in forward.items()}
-    factors = {part: TRAINING_FACTOR if part in WEIGHTLESS_PARTS else 2 for part in forward} | {"indexer": 1}
+    learns = tuning.kind == "full" or any(part == "indexer" for part, *_ in tuning.adapted or ())
+    weight_factor = TRAINING_FACTOR if tuning.kind == "full" else 2
+    factors = {part: TRAINING_FACTOR if part in WEIGHTLESS_PARTS else weight_factor for part in forward}
     trained = {part: factors[part] * flops for part, flops in forward.items()}
-    return trained | {"adapters": TRAINING_FACTOR * adapter_forward_flops(model, tuning)}
+    if forward["indexer"]:
+        num_full = sum(mixer == "full" for mixer, _ in layer_kinds(model))
+        indexer = model.full_attention.indexer
+        seen = _keys_seen(model, row_tokens) if indexer.stage == "sparse" else (row_tokens + 1) / 2
+        learning = num_full * 2 * _FLOPS_PER_WEIGHT * indexer.num_heads * indexer.head_width * seen if learns else 0.0
+        of_weights = num_full * _FLOPS_PER_WEIGHT * _indexer_weights(model) if tuning.kind == "full" else 0.0
+        trained["indexer"] = forward["indexer"] + of_weights + learning
+    if tuning.kind == "full":
+        return trained
+    return trained | {"adapters": sum(factor * flops for flops, factor in _adapter_flops(model, tuning))}
 
 
 def vision_training_flops(model: ModelConfig, image_patches: int, tuning: Tuning = FULL) -> float:
-    """FLOPs of one patch: 3 x forward; 2 x in a frozen tower with adapters, 1 x in one without."""
-    has_adapters = any(part in ("vision", "projector") for part, *_ in tuning.adapted or ())
-    factor = TRAINING_FACTOR if tuning.kind == "full" else 2 if has_adapters else 1
-    return factor * vision_forward_flops(model, image_patches)
+    """FLOPs of one patch: 3 x forward; 2 x in a frozen tower with adapters, and 3 x 2 for each entry of these; 1 x in
+    one without. Merged patches share one use of a projector."""
+    if tuning.kind == "full":
+        return TRAINING_FACTOR * vision_forward_flops(model, image_patches)
+    size = 0.0
+    for array in trained_arrays(model, tuning):
+        is_projector = array.adapted_part == "projector" and not array.path.startswith("audio")
+        if is_projector or array.adapted_part == "vision":
+            size += array.size / (model.vision.patches_per_feature if is_projector else 1)
+    return (2 if size else 1) * vision_forward_flops(model, image_patches) + TRAINING_FACTOR * _FLOPS_PER_WEIGHT * size
 
 
 def audio_forward_flops(model: ModelConfig) -> float:

@@ -112,6 +112,8 @@ class Cluster:
     """Between GPUs of two nodes: the node's network shared by all its GPUs at once."""
     usable_memory: float = 0.92
     """Share of a GPU's memory that arrays may fill; the rest is for CUDA, NCCL and fragments."""
+    host_bytes: float = 0.0
+    """Of a node's memory, what one GPU may copy results to."""
 
     @property
     def num_devices(self) -> int:

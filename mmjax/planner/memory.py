@@ -1,13 +1,16 @@
 """Bytes that each device of a mesh holds during a step: at rest exactly, in flight by estimate."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mmjax import axes
-from mmjax.config import RunConfig, layer_kinds
+from mmjax.config import LayerKind, ModelConfig, MoeConfig, RunConfig, layer_kinds
 from mmjax.planner.adapters import FULL, Tuning, trained_arrays
-from mmjax.planner.parameters import ITEM_BYTES, ParameterArray, Shard, shards, wide
+from mmjax.planner.parameters import ITEM_BYTES, PACKED_BYTES, ParameterArray, Shard, shards, wide
+from mmjax.planner.schedules import ScheduleCost, schedule_cost
 
 _INT32 = 4
 # Values, gradients and temporaries for each intermediate value of a layer: set by two compiled programs (CPU, five
@@ -125,8 +128,9 @@ _LAYER_OF = {
 def gathered_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
     """Bytes of the layer (or table) whose gathered weights are the largest, in the compute dtype, and their gradients.
 
-    Gradients are there where trained, in the dtype at rest. The embedding table is gathered as it rests. Packed
-    experts are unpacked as they are gathered.
+    What rests whole in the compute dtype is used where it rests. Gradients are there where trained, in the dtype at
+    rest. The embedding table is gathered as it rests. Packed experts are gathered packed, and are there once more, in
+    the order in which Hopper's kernels unpack them a tile at a time.
     """
     model = config.model
     compute = ITEM_BYTES[model.compute_dtype]
@@ -136,13 +140,17 @@ def gathered_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
         array = shard.array
         is_embedding = array.name == "embedding"
         item = ITEM_BYTES[array.dtype] if is_embedding else compute
+        if shard.gather_factor == 1 and item == ITEM_BYTES[array.dtype]:
+            item = 0
         item += ITEM_BYTES[array.dtype] if array.is_trained else 0
+        if array.is_packed:
+            item = (2 if shard.gather_factor > 1 else 1) * PACKED_BYTES
         used = shard.used_entries / shard.num_layers * item
         if array.part == "tables":
             largest_table = max(largest_table, used)
         elif array.part != "adapters":
             layers[_LAYER_OF[array.part]] += used
-    decoder = [layers[mixer] + layers[mlp] + layers["all"] for mixer, mlp in set(layer_kinds(model))]
+    decoder = [layers[mixer] + layers[mlp] + layers["all"] for mixer, mlp in kind_counts(model)]
     return max([largest_table, layers["vision"], *decoder])
 
 
@@ -151,12 +159,27 @@ def kept_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
     if config.model.remat == "layer":
         return 0.0
     item = ITEM_BYTES[config.model.compute_dtype]
-    return sum(shard.used_entries * item for shard in held if shard.array.in_decoder_layer and shard.gather_factor > 1)
+    return sum(
+        shard.used_entries * (PACKED_BYTES if shard.array.is_packed else item)
+        for shard in held
+        if shard.array.in_decoder_layer and shard.gather_factor > 1
+    )
 
 
 def num_expert_devices(config: RunConfig) -> int:
     """How many devices routed experts are spread over."""
     return math.prod(config.mesh.sizes[axis] for axis in axes.MESH_AXES_OF_EXPERTS[config.model.moe.expert_axes])
+
+
+def kind_counts(model: ModelConfig) -> Mapping[LayerKind, int]:
+    """How many decoder layers there are of each kind."""
+    return _kind_counts(model.num_layers, model.full_attention_layers, model.moe.num_dense_layers)
+
+
+@functools.lru_cache(maxsize=64)
+def _kind_counts(num_layers: int, full: tuple[int, ...], num_dense: int) -> Mapping[LayerKind, int]:
+    moe = MoeConfig(num_dense_layers=num_dense)
+    return Counter(layer_kinds(ModelConfig(num_layers=num_layers, full_attention_layers=full, moe=moe)))
 
 
 class InFlight:
@@ -175,44 +198,56 @@ class InFlight:
         self.patches = self.rows * config.data.row_patches if model.vision.is_present else 0.0
         self.compute = ITEM_BYTES[model.compute_dtype]
         self.wide = ITEM_BYTES[wide(model.compute_dtype)]
-        self.kinds = layer_kinds(model)
+        self.kinds = kind_counts(model)
         self.num_streams = model.hyper_connections.num_streams if model.residual == "hyper" else 1
-        self.stage_layers = -(-len(self.kinds) // mesh.pipe)
+        self.stage_layers = -(-model.num_layers // mesh.pipe)
 
     def saved_activations(self) -> float:
         """With remat: t D c a layer and residual stream, the same for each residual block, expert choices, and selected
         keys (all int32).
 
         Without: the working set of every layer. The tower always keeps its layers' inputs only. A pipeline keeps no
-        more than the inputs of its stages for further micro-batches: 2 p - 3 with those on their way, at most all, and
-        what is sent and received in a tick, there and back.
+        more than the inputs of its stages for further micro-batches.
         """
         model, width = self.model, self.model.width
-        share = self.stage_layers / len(self.kinds)
+        share = self.stage_layers / model.num_layers
         num_blocks = -(-model.num_layers // model.residual_block_layers) if model.residual == "attention" else 0
         of_layers = model.num_layers * share * self.num_streams
         streams = (of_layers + num_blocks + 2) * self.tokens * width * self.compute
         decisions = 0.0
-        for mixer, mlp in self.kinds:
+        for (mixer, mlp), number in self.kinds.items():
             if mlp == "moe":
-                decisions += self.tokens * (model.moe.experts_per_token * _INT32 + self.wide)
+                decisions += number * self.tokens * (model.moe.experts_per_token * _INT32 + self.wide)
             if mixer == "full" and self._selects():
-                decisions += self.tokens * model.full_attention.indexer.top_k * _INT32
+                decisions += number * self.tokens * model.full_attention.indexer.top_k * _INT32
         layers = streams + decisions * share
         if model.remat == "none":
-            layers += share * sum(self.layer_working_set(mixer, mlp) for mixer, mlp in self.kinds)
+            layers += share * sum(number * self.layer_working_set(*kind) for kind, number in self.kinds.items())
         tower = model.vision.num_layers * self.patches * model.vision.width * self.compute
         vision = model.vision
         merged, per_feature = vision.width * vision.patches_per_feature, vision.patches_per_feature
         features = self.patches / per_feature * (2 * merged + width) * self.compute
-        pipe, micro_batches = self.mesh.pipe, self.config.training.accumulation
-        messages = min(micro_batches, max(1, 2 * pipe - 3)) + 5 if pipe > 1 else 0
-        message = (self.num_streams + num_blocks) * self.tokens * width * self.compute
-        return layers + messages * message + tower + features
+        return layers + self.kept_inputs() + tower + features
+
+    def kept_inputs(self) -> float:
+        """Of a pipeline: inputs of stages that its schedule keeps, and 5 more that are on their way; with shared edges
+        the embeddings of all micro-batches."""
+        training = self.config.training
+        return self.kept_inputs_of(schedule_cost(self.config), training.pipeline_edges)
+
+    def kept_inputs_of(self, cost: ScheduleCost, edges: str) -> float:
+        """The same for another schedule."""
+        if self.mesh.pipe == 1:
+            return 0.0
+        model = self.model
+        num_blocks = -(-model.num_layers // model.residual_block_layers) if model.residual == "attention" else 0
+        message = (self.num_streams + num_blocks) * self.tokens * model.width * self.compute
+        embedded = self.config.training.accumulation * self.tokens * model.width * self.compute
+        return (cost.num_inputs + 5) * message + (embedded if edges == "data_parallel" else 0.0)
 
     def largest_working_set(self) -> float:
         """The most that one layer, one chunk of the loss or one layer of the tower needs, with its gradients."""
-        layers = [self.layer_working_set(mixer, mlp) for mixer, mlp in set(self.kinds)]
+        layers = [self.layer_working_set(mixer, mlp) for mixer, mlp in self.kinds]
         return max([*layers, self.loss_working_set(), self.tower_working_set()])
 
     def layer_working_set(self, mixer: str, mlp: str) -> float:
@@ -231,9 +266,10 @@ class InFlight:
     def exchange_buffers(self) -> float:
         """Rows sent and returned, 4 times a buffer of the experts' input width; of a ring, instead of what is sent, all
         rows twice and the sums of their results twice, at least float32, with what each step keeps for its gradient."""
-        if num_expert_devices(self.config) == 1 or not any(mlp == "moe" for _, mlp in self.kinds):
+        devices = num_expert_devices(self.config)
+        if devices == 1 or not any(mlp == "moe" for _, mlp in self.kinds):
             return 0.0
-        width, devices = self.model.moe.latent_width or self.model.width, num_expert_devices(self.config)
+        width = self.model.moe.latent_width or self.model.width
         if self.model.moe.transport == "ring":
             taken_out = 2 * self.exchanged_rows() / devices * self.compute
             return width * (taken_out + self.tokens * ((2 + devices) * self.compute + 2 * self.wide))

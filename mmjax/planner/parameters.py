@@ -28,6 +28,8 @@ Part = Literal[
 ]
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+# Bytes an entry of MXFP4: half a byte of codes, and a scale of a byte for each group.
+PACKED_BYTES = 1 / 2 + 1 / MXFP4_GROUP
 # Arrays with several axes that Muon leaves to AdamW: tables and elementwise factors.
 _NO_MATRICES = (
     "embedding",
@@ -56,6 +58,8 @@ class ParameterArray:
     """False for what no gradient moves: correction biases, and all that adapters leave frozen."""
     is_packed: bool = False
     """Held as MXFP4: 4 bits an entry and 8 bits for each 32 entries."""
+    adapted_part: Part | None = None
+    """Of an adapter: the part of the matrix that it is put on."""
 
     @property
     def name(self) -> str:

@@ -189,6 +189,23 @@ def equal_layers(
     return stages.build(boundaries)
 
 
+def slowest_stage(work: Sequence[float], num_stages: int) -> float:
+    """The least maximum of so many sums of consecutive numbers: what `cut_pipeline` finds without links and memory.
+
+    By halving: a limit is enough if filling stage after stage up to it needs no more of them.
+    """
+    low, high = max(max(work), sum(work) / num_stages), sum(work)
+    while high - low > 1e-12 * high:
+        limit = (low + high) / 2
+        stages, filled = 1, 0.0
+        for amount in work:
+            filled += amount
+            if filled > limit:
+                stages, filled = stages + 1, amount
+        low, high = (low, limit) if stages <= num_stages else (limit, high)
+    return high
+
+
 def _stages(
     blocks: Sequence[Block],
     num_stages: int,

@@ -9,11 +9,18 @@ from mmjax.config import MeshConfig, RunConfig, check, describe_mesh, mesh_split
 from mmjax.config.fault import Fault
 from mmjax.planner.adapters import FULL, Tuning
 from mmjax.planner.cost import model_flops_utilisation
+from mmjax.planner.device_order import nested_order, nestings
 from mmjax.planner.hardware import Cluster
-from mmjax.planner.memory import DeviceBytes, bytes_of_shards
+from mmjax.planner.memory import DeviceBytes
 from mmjax.planner.parameters import shards
 from mmjax.planner.step_time import Rates, StepClock, StepTime
 from mmjax.planner.units import format_bytes, format_seconds
+from mmjax.planner.ways import Way, Ways
+
+# So many of the fastest plans are tried with every nesting of their axes over the devices.
+_NUM_ORDERED = 12
+# Differences smaller than this share are rounding.
+_SAME = 1e-9
 
 # Parts of a device's memory, as messages call them.
 _MEMORY_WORDS = {
@@ -39,16 +46,18 @@ _TIME_WORDS = {
     "context_exchange": "context exchange",
     "pipe_exchange": "pipe exchange",
     "optimizer": "optimizer",
+    "offload": "copies to the host",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One way to run: a mesh, micro-batches and remat, with what it costs."""
+    """One way to run: a mesh, micro-batches, a schedule and what is kept, with what it costs."""
 
     config: RunConfig
     memory: DeviceBytes
     time: StepTime
+    host_bytes: float
     tokens_per_second: float
     """Of a device."""
     utilisation: float
@@ -76,6 +85,8 @@ class SearchResult:
     num_meshes: int
     tightest: Rejection | None
     """Of the legal plans that do not fit, the one that needs the least memory."""
+    siblings: tuple[Plan, ...] = ()
+    """Other schedules and choices of what is kept for the mesh and micro-batches of the first plan, fastest first."""
 
     def reasons_against(self, plan: Plan) -> str:
         """Why `plan` is slower than the best: the terms that cost it most."""
@@ -119,39 +130,99 @@ def search(
     tuning: Tuning = FULL,
     rates: Rates | None = None,
 ) -> SearchResult:
-    """Try every mesh of the cluster with every number of micro-batches and both kinds of remat.
+    """Try every mesh of the cluster with every number of micro-batches, schedule, and choice of what is kept and where.
 
-    `config` gives model, data and optimizer; its mesh, accumulation and remat are what is searched.
+    `config` gives model, data and optimizer; all that `plan_file.PLANNED` names is searched. Of the ways to run a mesh
+    with so many micro-batches there is a plan for each choice of what is kept, with its fastest schedule that fits, and
+    with the nesting of the mesh axes over the devices that exchanges fastest.
 
     Faults of `config` that no mesh mends are the caller's to look for, with `check_without_mesh`.
     """
     clock = StepClock(config, cluster, tuning=tuning, rates=rates)
+    ways = Ways(clock)
     plans: list[Plan] = []
     rejections: list[Rejection] = []
     tightest: Rejection | None = None
     least_bytes = float("inf")
     num_meshes = 0
+    for base in _meshes(config, cluster):
+        num_meshes += 1
+        if reason := _reason_against_mesh(base):
+            rejections.append(Rejection(name=_mesh_name(base), reason=reason))
+            continue
+        held = shards(clock.arrays_of(base), base.mesh)
+        # The smallest micro-batches need least memory: where they do not fit, nothing does.
+        for candidate in reversed(list(_micro_batches(base))):
+            is_any_fitting = False
+            for choices in ways.of(candidate, held):
+                fitting = next((way for way in choices if way.memory.total <= cluster.usable_bytes), None)
+                if fitting:
+                    is_any_fitting = True
+                    plans.append(_plan(fitting, clock))
+                    continue
+                leanest = min(choices, key=lambda way: way.memory.total)
+                reason = memory_reason(leanest.memory, cluster)
+                rejection = Rejection(name=_name(leanest.settled()), reason=reason)
+                rejections.append(rejection)
+                if leanest.memory.total < least_bytes:
+                    least_bytes, tightest = leanest.memory.total, rejection
+            if not is_any_fitting:
+                break
+    plans.sort(key=lambda plan: (plan.time.total, plan.memory.total))
+    plans = _with_device_orders(plans, clock)
+    return SearchResult(
+        plans=tuple(plans),
+        rejections=tuple(rejections),
+        num_meshes=num_meshes,
+        tightest=None if plans else tightest,
+        siblings=tuple(_siblings(plans[0], ways)) if plans else (),
+    )
+
+
+def _meshes(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
+    """`config` on every mesh; where positions are split, also with experts spread over them."""
+    moe = config.model.moe
+    has_experts = moe.num_dense_layers < config.model.num_layers
+    spread = dataclasses.replace(
+        config.model, moe=dataclasses.replace(moe, expert_axes="context_and_expert", transport="all_to_all")
+    )
     for sizes in factorisations(cluster.num_devices, len(axes.MESH_AXES)):
         mesh = MeshConfig(**dict(zip(axes.MESH_AXES, sizes, strict=True)))
-        num_meshes += 1
-        base = dataclasses.replace(config, mesh=mesh)
-        if reason := _reason_against_mesh(base):
-            rejections.append(Rejection(name=describe_mesh(mesh), reason=reason))
-            continue
-        held = shards(clock.arrays, mesh)
-        for candidate in _ways_to_run(base):
-            memory = bytes_of_shards(candidate, held)
-            if memory.total <= cluster.usable_bytes:
-                plans.append(_plan(candidate, memory, clock.step(candidate, held), clock))
-                continue
-            rejection = Rejection(name=_name(candidate), reason=memory_reason(memory, cluster))
-            rejections.append(rejection)
-            if memory.total < least_bytes:
-                least_bytes, tightest = memory.total, rejection
-    plans.sort(key=lambda plan: (plan.time.total, plan.memory.total))
-    return SearchResult(
-        plans=tuple(plans), rejections=tuple(rejections), num_meshes=num_meshes, tightest=None if plans else tightest
-    )
+        yield dataclasses.replace(config, mesh=mesh)
+        if has_experts and mesh.context > 1 and moe.expert_axes == "expert":
+            yield dataclasses.replace(config, mesh=mesh, model=spread)
+
+
+def _with_device_orders(plans: list[Plan], clock: StepClock) -> list[Plan]:
+    """The first plans, each with the nesting of its axes over the devices that takes least time; sorted again.
+
+    With their own nesting the last axes run over a node's GPUs; another one matters where a node ends elsewhere.
+    """
+    cluster = clock.cluster
+    if cluster.num_nodes == 1 or cluster.gpus_per_node == 1:
+        return plans
+    improved = []
+    for plan in plans[:_NUM_ORDERED]:
+        best, held = plan, shards(clock.arrays_of(plan.config), plan.config.mesh)
+        for nesting in nestings(plan.config.mesh):
+            order = nested_order(plan.config.mesh, nesting)
+            mesh = dataclasses.replace(plan.config.mesh, device_order=order)
+            config = dataclasses.replace(plan.config, mesh=mesh)
+            time = dataclasses.replace(plan.time, **clock.exchange_terms(config, plan.time, held))
+            if order and time.total < best.time.total * (1 - _SAME):
+                best = _plan(Way(config=config, memory=plan.memory, time=time, host_bytes=plan.host_bytes), clock)
+        improved.append(best)
+    return sorted([*improved, *plans[_NUM_ORDERED:]], key=lambda plan: (plan.time.total, plan.memory.total))
+
+
+def _siblings(best: Plan, ways: Ways) -> Iterator[Plan]:
+    """All other schedules and choices of what is kept that fit the best plan's mesh and micro-batches."""
+    mesh = dataclasses.replace(best.config.mesh, device_order=())
+    config = dataclasses.replace(best.config, mesh=mesh)
+    held = shards(ways.clock.arrays_of(config), mesh)
+    found = [_plan(way, ways.clock) for choices in ways.of(config, held) for way in choices]
+    fits = [plan for plan in found if plan.memory.total <= ways.cluster.usable_bytes and plan.name != best.name]
+    return iter(sorted(fits, key=lambda plan: plan.time.total))
 
 
 def memory_reason(memory: DeviceBytes, cluster: Cluster) -> str:
@@ -209,33 +280,51 @@ def _reason_against_mesh(config: RunConfig) -> str | None:
     return None
 
 
-def _ways_to_run(config: RunConfig) -> Iterator[RunConfig]:
-    """Every number of micro-batches that divides a device's rows, with and without remat."""
+def _micro_batches(config: RunConfig) -> Iterator[RunConfig]:
+    """Every number of micro-batches that divides a device's rows, the fewest first."""
     rows = config.data.rows // config.mesh.num_row_shards
     for accumulation in (number for number in range(1, rows + 1) if rows % number == 0):
-        for remat in ("layer", "none"):
-            yield dataclasses.replace(
-                config,
-                model=dataclasses.replace(config.model, remat=remat),
-                training=dataclasses.replace(config.training, accumulation=accumulation),
-            )
+        yield dataclasses.replace(config, training=dataclasses.replace(config.training, accumulation=accumulation))
 
 
-def _plan(config: RunConfig, memory: DeviceBytes, time: StepTime, clock: StepClock) -> Plan:
-    num_devices = config.mesh.num_devices
+def _plan(way: Way, clock: StepClock) -> Plan:
+    config, num_devices = way.settled(), way.config.mesh.num_devices
     return Plan(
         config=config,
-        memory=memory,
-        time=time,
-        tokens_per_second=config.data.rows * config.data.row_tokens / time.total / num_devices,
+        memory=way.memory,
+        time=way.time,
+        host_bytes=way.host_bytes,
+        tokens_per_second=config.data.rows * config.data.row_tokens / way.time.total / num_devices,
         utilisation=model_flops_utilisation(
-            clock.step_flops(config), time.total, num_devices, clock.cluster.gpu.flops_per_second
+            clock.step_flops(config), way.time.total, num_devices, clock.cluster.gpu.flops_per_second
         ),
     )
 
 
+def _mesh_name(config: RunConfig) -> str:
+    spread = " experts over context" if config.model.moe.expert_axes == "context_and_expert" else ""
+    return describe_mesh(config.mesh) + spread
+
+
 def _name(config: RunConfig) -> str:
-    return f"{describe_mesh(config.mesh)}, {config.training.accumulation} micro-batches, remat {config.model.remat}"
+    parts = [_mesh_name(config), f"{config.training.accumulation} micro-batches", describe_kept(config)]
+    if config.mesh.pipe > 1:
+        parts.append(describe_schedule(config))
+    return ", ".join(parts)
+
+
+def describe_kept(config: RunConfig) -> str:
+    """`remat layer`, `remat layer but projections, experts (host)`, `remat none`"""
+    model = config.model
+    kept = [*model.remat_keep, *(f"{name} (host)" for name in model.remat_offload)]
+    return f"remat {model.remat}" + (f" but {', '.join(kept)}" if kept else "")
+
+
+def describe_schedule(config: RunConfig) -> str:
+    """`1f1b hidden`, `interleaved 2 direct, tower on all stages`"""
+    training, chunks = config.training, config.model.pipeline_chunks
+    text = f"{training.pipeline_schedule}{f' {chunks}' if chunks > 1 else ''} {training.pipeline_transfer}"
+    return text + (", tower on all stages" if training.pipeline_edges == "data_parallel" else "")
 
 
 def check_without_mesh(config: RunConfig) -> list[Fault]:

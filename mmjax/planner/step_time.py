@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmjax import axes
@@ -17,10 +17,19 @@ from mmjax.planner.collectives import (
     ring_latency_seconds,
     send_seconds,
 )
-from mmjax.planner.cost import forward_flops, training_flops, vision_forward_flops, vision_training_flops
+from mmjax.planner.cost import (
+    adapter_forward_flops,
+    forward_flops,
+    training_flops,
+    vision_forward_flops,
+    vision_training_flops,
+)
 from mmjax.planner.hardware import Cluster
 from mmjax.planner.memory import InFlight, num_expert_devices, num_moments
-from mmjax.planner.parameters import ITEM_BYTES, ParameterArray, Shard, shards
+from mmjax.planner.parameters import ITEM_BYTES, PACKED_BYTES, ParameterArray, Shard, shards
+from mmjax.planner.pipeline_cut import slowest_stage
+from mmjax.planner.schedules import Scheduling, cost_of, scheduling_of
+from mmjax.planner.stages import part_flops
 
 # Share of the bfloat16 peak that each part reaches, forward and backward together. Read on one H200, from the kernels
 # that others publish: cuBLAS 743 TFLOP/s, cuDNN attention 523, sparse attention 431, indexer 470, grouped expert
@@ -44,6 +53,9 @@ PEER_SHARES = {
     "vision": 0.60,
 }
 _WHOLE_ON_EACH_DEVICE = ("router", "latent projections", "indexer", "attention residuals", "hyper connections")
+EXCHANGE_TERMS = (
+    *("weight_exchange", "gradient_sum", "tensor_exchange", "expert_exchange", "context_exchange", "pipe_exchange"),
+)
 # Newton-Schulz iterations of Muon.
 _MATRIX_PRODUCT_SHARE = 0.6
 _PER_HEAD = ("query", "key", "value", "query_up", "key_up", "value_up", "query_key_value")
@@ -67,7 +79,7 @@ class StepTime:
     backward: float
     recompute: float
     bubble: float
-    """Idle at the start and end of a pipeline."""
+    """A pipeline's devices wait: at its start and end, and for its slowest stage."""
     weight_exchange: float
     """Gathers of weights and scatters of gradients that computing does not hide."""
     gradient_sum: float
@@ -77,25 +89,29 @@ class StepTime:
     context_exchange: float
     pipe_exchange: float
     optimizer: float
+    offload: float = 0.0
+    """Copies of results to the host and back that computing does not hide."""
 
     @property
     def terms(self) -> dict[str, float]:
-        return dataclasses.asdict(self)
+        return {name: getattr(self, name) for name in _TERMS}
 
     @property
     def total(self) -> float:
-        return sum(self.terms.values())
+        return sum(getattr(self, name) for name in _TERMS)
 
     @property
     def communication_share(self) -> float:
         """Of the step, what is spent on exchanges that nothing hides."""
-        names = ("weight_exchange", "gradient_sum", "tensor_exchange", "expert_exchange")
-        names += ("context_exchange", "pipe_exchange")
-        return sum(getattr(self, name) for name in names) / self.total
+        return sum(getattr(self, name) for name in EXCHANGE_TERMS) / self.total
+
+
+_TERMS = tuple(one.name for one in dataclasses.fields(StepTime))
 
 
 def bubble_fraction(num_stages: int, num_micro_batches: int) -> float:
-    """Idle share of a pipeline whose stages take equally long (GPipe and 1F1B alike): (p - 1) / (m + p - 1)."""
+    """Idle share of a pipeline whose stages take equally long: (p - 1) / (m + p - 1), for GPipe with `direct` and 1F1B
+    with `hidden` transfers."""
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
@@ -106,13 +122,16 @@ class StepClock:
         """`config` gives model, data and optimizer; its mesh, micro-batches and remat may be replaced in `step`."""
         self.cluster, self.tuning, self.rates = cluster, tuning, rates or Rates()
         model, row_tokens = config.model, config.data.row_tokens
-        self.arrays = trained_arrays(model, tuning)
+        self._arrays: dict[str, list[ParameterArray]] = {}
         self.forward = forward_flops(model, row_tokens)
         self.training = training_flops(model, row_tokens, tuning)
-        self.forward |= {"adapters": self.training["adapters"] / 3} if "adapters" in self.training else {}
+        if tuning.kind == "lora":
+            self.forward["adapters"] = adapter_forward_flops(model, tuning)
         self.vision_forward = vision_forward_flops(model, config.data.image_max_patches)
         self.vision_training = vision_training_flops(model, config.data.image_max_patches, tuning)
         self.repeated = repeated_shares(model)
+        self._once: dict[tuple[object, ...], float] = {}
+        self._imbalances: dict[tuple[int, int, str], float] = {}
         indexer = model.full_attention.indexer
         is_sparse = model.full_attention_kind == "latent" and indexer.stage == "sparse"
         self.selects = is_sparse and row_tokens > indexer.top_k
@@ -123,28 +142,82 @@ class StepClock:
         forward    sum over parts of FLOPs a device / (share of the peak * peak), experts at least their bytes / memory
         backward   the same with the FLOPs of training less those of forward
         recompute  forward of decoder layers (remat; once more in a pipeline) and of the tower, where trained through
-        bubble     (forward + backward + recompute) (p - 1) / m
+        bubble     ticks of the schedule (`schedules`), as long as the slowest stage's operation, less the work itself
         exchanges  see the methods below
         """
         mesh = config.mesh
-        held = shards(self.arrays, mesh) if held is None else held
+        held = shards(self.arrays_of(config), mesh) if held is None else held
         forward, backward, recompute = self._compute_seconds(config, held)
-        compute = forward + backward + recompute
-        gathers = self._weight_exchange_seconds(config, held)
-        micro_batches = config.training.accumulation
-        return StepTime(
+        nothing = dict.fromkeys(EXCHANGE_TERMS, 0.0)
+        time = StepTime(
             forward=forward,
             backward=backward,
             recompute=recompute,
-            bubble=compute * (mesh.pipe - 1) / micro_batches,
-            weight_exchange=max(0.0, gathers - self.rates.overlap * compute),
-            gradient_sum=self._gradient_sum_seconds(config, held),
-            tensor_exchange=self._tensor_exchange_seconds(config),
-            expert_exchange=self._expert_exchange_seconds(config),
-            context_exchange=self._context_exchange_seconds(config),
-            pipe_exchange=self._pipe_exchange_seconds(config),
-            optimizer=self._optimizer_seconds(config, held),
+            bubble=self.bubble_seconds(config, forward, backward + recompute),
+            optimizer=self._of_mesh(self._optimizer_seconds, config, held),
+            **nothing,
         )
+        return dataclasses.replace(time, **self.exchange_terms(config, time, held))
+
+    def exchange_terms(self, config: RunConfig, time: StepTime, held: Sequence[Shard]) -> dict[str, float]:
+        """Seconds of each exchange of a step whose computing takes as long as `time` says."""
+        gathers = config.training.accumulation * self._of_mesh(self._weight_exchange_seconds, config, held)
+        hiding = self.rates.overlap * (time.forward + time.backward + time.recompute)
+        return {
+            "weight_exchange": max(0.0, gathers - hiding),
+            "gradient_sum": self._of_mesh(self._gradient_sum_seconds, config, held),
+            "tensor_exchange": self._tensor_exchange_seconds(config),
+            "expert_exchange": self.expert_exchange_seconds(config),
+            "context_exchange": self._context_exchange_seconds(config),
+            "pipe_exchange": self.pipe_exchange_seconds(config, time.forward, time.backward + time.recompute),
+        }
+
+    def _of_mesh(
+        self, seconds: Callable[[RunConfig, Sequence[Shard]], float], config: RunConfig, held: Sequence[Shard]
+    ) -> float:
+        """What depends on the mesh, the experts' axes and remat alone, worked out once for each."""
+        key = (seconds.__name__, config.mesh, config.model.moe.expert_axes, config.model.remat)
+        if key not in self._once:
+            self._once[key] = seconds(config, held)
+        return self._once[key]
+
+    def arrays_of(self, config: RunConfig) -> list[ParameterArray]:
+        """The arrays of the model, its experts spread over the axes that `config` says."""
+        axis = axes.ARRAY_AXIS_OF_EXPERTS[config.model.moe.expert_axes]
+        if axis not in self._arrays:
+            self._arrays[axis] = trained_arrays(config.model, self.tuning)
+        return self._arrays[axis]
+
+    def bubble_seconds(self, config: RunConfig, forward: float, backward: float) -> float:
+        """What a pipeline's schedule takes beyond the work of a device: `forward` and `backward` seconds of a step."""
+        return self.bubble_seconds_of(config, scheduling_of(config), forward, backward)
+
+    def bubble_seconds_of(self, config: RunConfig, scheduling: Scheduling, forward: float, backward: float) -> float:
+        """The same for another schedule."""
+        if config.mesh.pipe == 1:
+            return 0.0
+        number = config.training.accumulation
+        scale = self._imbalance(config, scheduling) / number
+        cost = cost_of(scheduling, config.mesh.pipe, number)
+        return cost.seconds(scale * forward, scale * backward) - (forward + backward)
+
+    def _imbalance(self, config: RunConfig, scheduling: Scheduling) -> float:
+        """FLOPs of the slowest stage over those of the mean stage, with layers shared out as `stages` does."""
+        mesh, model = config.mesh, config.model
+        tensor = mesh.tensor if model.vision.is_present else 1
+        num_stages = mesh.pipe * scheduling.chunks
+        key = (num_stages, tensor, scheduling.edges)
+        if key not in self._imbalances:
+            parts = part_flops(config)
+            together = max(1, len(model.vision.deep_layers))
+            work = [sum(parts.layers[:together]), *parts.layers[together:]]
+            # All stages share the tower's work, or the first one has it.
+            shared = parts.tower if scheduling.edges == "data_parallel" else 0.0
+            work[0] += parts.tower - shared
+            work[-1] += parts.head
+            slowest = slowest_stage(work, num_stages) + shared / num_stages
+            self._imbalances[key] = slowest * num_stages / (sum(work) + shared)
+        return self._imbalances[key]
 
     def step_flops(self, config: RunConfig) -> float:
         """FLOPs of MFU of a step whose rows and patches are all real: no recomputation, nothing done twice."""
@@ -166,7 +239,7 @@ class StepClock:
             part_forward = flops * seconds_per_flop
             part_backward = (self.training[part] - flops) * seconds_per_flop
             if part == "routed experts":
-                floor = self._expert_weight_seconds(config, held)
+                floor = config.training.accumulation * self._of_mesh(self._expert_weight_seconds, config, held)
                 part_backward = max(part_backward, 2 * floor if self.tuning.kind == "full" else floor)
                 part_forward = max(part_forward, floor)
             forward, backward = forward + part_forward, backward + part_backward
@@ -184,15 +257,19 @@ class StepClock:
         return self.rates.shares[name]
 
     def _expert_weight_seconds(self, config: RunConfig, held: Sequence[Shard]) -> float:
-        """Reading this device's gathered experts once from memory, in each micro-batch."""
+        """Reading this device's gathered experts, packed if they are, once from memory, as each micro-batch does."""
         item = ITEM_BYTES[config.model.compute_dtype]
-        entries = sum(shard.used_entries for shard in held if shard.array.part == "routed experts")
-        return config.training.accumulation * entries * item / self.cluster.gpu.memory_bandwidth
+        num_bytes = sum(
+            shard.used_entries * (PACKED_BYTES if shard.array.is_packed else item)
+            for shard in held
+            if shard.array.part == "routed experts"
+        )
+        return num_bytes / self.cluster.gpu.memory_bandwidth
 
     def _weight_exchange_seconds(self, config: RunConfig, held: Sequence[Shard]) -> float:
         """All gathers of weights at use (again in the backward pass under remat), and scatters of gradients.
 
-        In every micro-batch; weights in the compute dtype (packed experts packed), gradients in the dtype at rest.
+        Of one micro-batch; weights in the compute dtype (packed experts packed), gradients in the dtype at rest.
         """
         mesh, item = config.mesh, ITEM_BYTES[config.model.compute_dtype]
         num_bytes: dict[tuple[str, ...], float] = defaultdict(float)
@@ -204,7 +281,7 @@ class StepClock:
             over = shard.gathered_over
             is_tower = array.part in ("vision", "audio", "projector")
             is_again = (array.in_decoder_layer and config.model.remat == "layer") or (is_tower and array.is_trained)
-            gathered = (1 + is_again) * (17 / 32 if array.is_packed else item)
+            gathered = (1 + is_again) * (PACKED_BYTES if array.is_packed else item)
             scattered = ITEM_BYTES[array.dtype] if array.is_trained else 0
             num_bytes[over] += (gathered + scattered) * shard.used_entries
             num_exchanges[over] += (1 + is_again + array.is_trained) * shard.num_layers
@@ -213,7 +290,7 @@ class StepClock:
             group = mesh_group(mesh, over, self.cluster)
             latency = ring_latency_seconds(group)
             seconds += all_gather_seconds(total, group) + (num_exchanges[over] - 1) * latency
-        return config.training.accumulation * seconds
+        return seconds
 
     def _gradient_sum_seconds(self, config: RunConfig, held: Sequence[Shard]) -> float:
         """One all-reduce for each set of data axes that trained arrays are not split over, of all their gradients."""
@@ -238,14 +315,14 @@ class StepClock:
         stream = all_reduce_seconds(flight.tokens * model.width * flight.compute, group)
         latent = flight.tokens * (model.moe.latent_width or model.width) * flight.wide
         seconds = 0.0
-        for _, mlp in flight.kinds:
-            seconds += stream
-            seconds += stream if mlp == "dense" or model.moe.num_shared_experts else 0.0
-            seconds += all_reduce_seconds(latent, group) if mlp == "moe" else 0.0
+        for (_, mlp), number in flight.kinds.items():
+            seconds += number * stream
+            seconds += number * stream if mlp == "dense" or model.moe.num_shared_experts else 0.0
+            seconds += number * all_reduce_seconds(latent, group) if mlp == "moe" else 0.0
         embedding = all_reduce_seconds(flight.tokens * model.width * flight.wide, group)
         return config.training.accumulation * (self._passes(config) * seconds / mesh.pipe + embedding)
 
-    def _expert_exchange_seconds(self, config: RunConfig) -> float:
+    def expert_exchange_seconds(self, config: RunConfig) -> float:
         """Dispatch and combine of every expert layer: forward, again under remat, backward.
 
         all_to_all   n * capacity rows there and back, filled or not
@@ -258,7 +335,7 @@ class StepClock:
         if (num_devices := num_expert_devices(config)) == 1:
             return 0.0
         flight = InFlight(config)
-        num_layers = sum(mlp == "moe" for _, mlp in flight.kinds) / mesh.pipe
+        num_layers = sum(number for (_, mlp), number in flight.kinds.items() if mlp == "moe") / mesh.pipe
         width = moe.latent_width or config.model.width
         group = mesh_group(mesh, axes.MESH_AXES_OF_EXPERTS[moe.expert_axes], self.cluster)
         if moe.transport == "ring":
@@ -284,22 +361,38 @@ class StepClock:
             "full": flight.rows * config.data.row_tokens * token * flight.compute,
             "linear": flight.gathered_states(),
         }
-        seconds = sum(all_gather_seconds(gathered[mixer], group) for mixer, _ in flight.kinds)
+        seconds = sum(
+            number * all_gather_seconds(gathered[mixer], group) for (mixer, _), number in flight.kinds.items()
+        )
         return config.training.accumulation * self._passes(config) * seconds / mesh.pipe
 
-    def _pipe_exchange_seconds(self, config: RunConfig) -> float:
-        """The running sum and the finished residual blocks from stage to stage, there and back, in every tick."""
+    def pipe_exchange_seconds(self, config: RunConfig, forward: float, backward: float) -> float:
+        """The running sum and the finished residual blocks from stage to stage, or their gradients back, in every tick.
+
+        Where they travel during the next tick, only what takes longer than that tick's operation counts.
+        """
+        return self.pipe_exchange_seconds_of(config, scheduling_of(config), forward, backward)
+
+    def pipe_exchange_seconds_of(
+        self, config: RunConfig, scheduling: Scheduling, forward: float, backward: float
+    ) -> float:
+        """The same for another schedule."""
         mesh, model = config.mesh, config.model
         if mesh.pipe == 1:
             return 0.0
-        flight = InFlight(config)
+        flight, number = InFlight(config), config.training.accumulation
+        cost = cost_of(scheduling, mesh.pipe, number)
         group = mesh_group(mesh, (axes.PIPE,), self.cluster)
         link = group.between if group.crosses_nodes else group.inside
         streams = 1 + (model.num_layers / model.residual_block_layers / 2 if model.residual == "attention" else 0)
         if model.residual == "hyper":
             streams = model.hyper_connections.num_streams
-        ticks = config.training.accumulation + mesh.pipe - 1
-        return 2 * ticks * send_seconds(streams * flight.tokens * model.width * flight.compute, link)
+        sent = send_seconds(streams * flight.tokens * model.width * flight.compute, link)
+        if scheduling.transfer == "direct":
+            return cost.num_ticks * sent
+        tick_of_forward, tick_of_backward = (work / number / cost.num_chunks for work in (forward, backward))
+        exposed = cost.forward_ticks * max(0.0, sent - tick_of_forward)
+        return exposed + cost.backward_ticks * max(0.0, sent - tick_of_backward)
 
     def _optimizer_seconds(self, config: RunConfig, held: Sequence[Shard]) -> float:
         """Parameters and moments read and written, gradients read; for Muon also its products, 5 iterations of

@@ -20,6 +20,8 @@ _BETWEEN_LATENCY_SECONDS = 10e-6
 _LINK_EFFICIENCY = 0.8
 # One network card of this rate for each GPU, where nothing else is said.
 _DEFAULT_NIC_GIGABITS = 400.0
+# Share of a node's memory that results of the GPUs may fill; the rest is for data, checkpoints and the system.
+_USABLE_HOST_MEMORY = 0.5
 _SPEC = re.compile(r"(?:(\d{1,6})x)?(?:(\d{1,4})x)?([a-z][a-z0-9 -]*)", re.IGNORECASE)
 _MOST_DEVICES = 1 << 20
 
@@ -39,6 +41,8 @@ class ClusterSpec:
     """-1: one for each GPU."""
     nic_gigabits: float = _DEFAULT_NIC_GIGABITS
     """Gbit/s of one network card."""
+    host_gigabytes: float = 1000.0
+    """Memory of one node, in GB."""
 
 
 def read_cluster(text: str) -> Cluster:
@@ -83,6 +87,7 @@ def build_cluster(spec: ClusterSpec, where: str) -> Cluster:
         gpu=gpu,
         inside=Link(bandwidth=inside, latency_seconds=_INSIDE_LATENCY_SECONDS),
         between=Link(bandwidth=between, latency_seconds=_BETWEEN_LATENCY_SECONDS),
+        host_bytes=_USABLE_HOST_MEMORY * spec.host_gigabytes * 1e9 / spec.gpus_per_node,
     )
 
 

@@ -122,8 +122,10 @@ def _planned(model: ModelConfig, projection: Projection) -> tuple[str, str, int]
     count = math.prod(projection.shape[: projection.num_stacked])
     words = projection.path.split(".")
     if words[0] != "decoder":
+        part = "projector" if words[0].endswith("projector") else words[0]
+        below = [word for word in words if word != "layers"]
         is_layer = words[:2] == ["vision", "layers"]
-        return words[0], ".".join(words[2:] if is_layer else words), count
+        return part, ".".join(below[1:] if is_layer else below), count
     path = ".".join(words[5:])
     if words[5] == "mixer":
         mixer, _ = parameter_stacks(model)[int(words[2])].kinds[int(words[4])]

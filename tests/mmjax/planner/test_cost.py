@@ -7,7 +7,7 @@ import pytest
 
 from mmjax.config import FullAttentionConfig, LinearAttentionConfig, ModelConfig, MoeConfig, VisionConfig
 from mmjax.errors import ConfigurationError
-from mmjax.planner.adapters import Tuning
+from mmjax.planner.adapters import Tuning, trained_arrays
 from mmjax.planner.cost import (
     Branch,
     Message,
@@ -26,7 +26,7 @@ from mmjax.planner.cost import (
 from mmjax.planner.parameters import parameter_arrays
 from mmjax.presets.deepseek import deepseek_v32
 from mmjax.presets.glm5_next import glm53_flash_text
-from mmjax.presets.kimi_k3 import kimi_k3
+from mmjax.presets.kimi_k3 import kimi_k3, kimi_k31
 from mmjax.presets.llama import smollm2_135m
 from mmjax.presets.qwen3_next import qwen3_next_80b
 
@@ -102,6 +102,48 @@ def test_lora_pays_no_weight_gradient_of_frozen_weights():
 def test_expert_adapters_count_for_the_experts_taken_only():
     rank_one = adapter_forward_flops(kimi_k3(), Tuning(kind="lora", rank=0, expert_rank=1))
     assert rank_one == 2 * 92 * 16 * 3 * 6656
+
+
+def test_a_first_factor_that_experts_share_multiplies_each_row_of_a_token():
+    model, tuning = kimi_k3(), Tuning(kind="lora", rank=0, expert_rank=1)
+    alone, shared = (
+        adapter_forward_flops(model, dataclasses.replace(tuning, has_shared_down=is_shared))
+        for is_shared in (False, True)
+    )
+    assert shared == alone
+    # 3 factors of 3,584 or 3,072 inputs in each of 92 layers, once instead of for 896 experts.
+    sizes = [
+        sum(array.size for array in trained_arrays(model, dataclasses.replace(tuning, has_shared_down=is_shared)))
+        for is_shared in (False, True)
+    ]
+    assert sizes[0] - sizes[1] == 92 * 895 * (3584 + 3584 + 3072)
+
+
+def test_an_indexer_reads_detached_inputs():
+    """Trained: inputs cost no gradient. Frozen: nothing is computed backward. Adapted: the second factor's inputs."""
+    model, row_tokens = kimi_k31(), 8192
+    indexer, layers = model.full_attention.indexer, 24
+    weights = 1536 * indexer.num_heads * indexer.head_width + model.width * (indexer.head_width + indexer.num_heads)
+    scores = indexer.num_heads * indexer.head_width
+    seen = 2048 - 2048 * 2047 / (2 * row_tokens)
+    forward = layers * 2 * (weights + scores * (row_tokens + 1) / 2)
+    assert forward_flops(model, row_tokens)["indexer"] == pytest.approx(forward)
+    trained = forward + layers * 2 * weights + 2 * layers * 2 * scores * seen
+    assert training_flops(model, row_tokens)["indexer"] == pytest.approx(trained)
+    frozen = Tuning(kind="lora", rank=4)
+    assert training_flops(model, row_tokens, frozen)["indexer"] == pytest.approx(forward)
+    adapted = Tuning(kind="lora", rank=4, adapted=(("indexer", "mixer.indexer.key", layers),))
+    flops = training_flops(model, row_tokens, adapted)
+    assert flops["indexer"] == pytest.approx(forward + 2 * layers * 2 * scores * seen)
+    down, up = model.width * 4, 4 * indexer.head_width
+    assert flops["adapters"] == layers * (2 * 2 * down + 3 * 2 * up)
+
+
+def test_adapters_of_a_tower_count_for_its_patches():
+    tuning = Tuning(kind="lora", rank=2, adapted=(("vision", "up", 1), ("projector", "projector.down", 1)))
+    # Rank 2 times inputs and outputs of 8 x 16, and of 32 x 10 for four patches.
+    entries = 2 * (8 + 16) + 2 * (32 + 10) / 4
+    assert vision_training_flops(HYBRID, 16, tuning) == 2 * vision_forward_flops(HYBRID, 16) + 3 * 2 * entries
 
 
 def test_mfu_by_hand():

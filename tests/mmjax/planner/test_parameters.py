@@ -20,8 +20,8 @@ from mmjax.config import (
 )
 from mmjax.models.multimodal import define
 from mmjax.planner.adapters import Tuning, trained_arrays
-from mmjax.planner.memory import device_bytes
-from mmjax.planner.parameters import num_parameters, parameter_arrays
+from mmjax.planner.memory import device_bytes, kept_weight_bytes
+from mmjax.planner.parameters import num_parameters, parameter_arrays, shards
 from mmjax.presets.deepseek import deepseek_v32
 from mmjax.presets.fuyu import fuyu_8b
 from mmjax.presets.glm5_next import glm53_flash_text
@@ -157,6 +157,23 @@ def test_packed_experts_take_four_and_a_quarter_bits():
     # Published: about 11.3 GB of packed experts on each of 128 devices.
     assert experts * 17 / 32 == pytest.approx(11.3e9, rel=0.01)
     assert plain.gradients == packed.gradients < 1e9
+
+
+def test_packed_experts_are_used_packed():
+    """Gathered over fsdp as they rest, and once more in the order of the kernels; on one device only the latter."""
+    model = dataclasses.replace(kimi_k3(), parameter_dtype="bfloat16", compute_dtype="bfloat16")
+    layer = 896 * 33_030_144 * 17 / 32
+    packed = Tuning(kind="lora", rank=1, experts_at_rest="mxfp4")
+    for mesh, held in ((MeshConfig(fsdp=2, expert=8), 2 * layer / 8), (MeshConfig(expert=4), layer / 4)):
+        config = RunConfig(model=model, mesh=mesh)
+        # What else a layer gathers: 0.19 + 0.44 B numbers of 2 bytes, and the router's 4.
+        rest = device_bytes(config, packed).gathered_weights - held
+        assert rest == pytest.approx(2 * 0.64e9, rel=0.02)
+    # Kept for the backward pass: gathered once in each of 92 layers, and the dense weights of all.
+    kept = dataclasses.replace(config, mesh=MeshConfig(fsdp=2, expert=64))
+    none = dataclasses.replace(kept, model=dataclasses.replace(model, remat="none"))
+    held = kept_weight_bytes(none, shards(trained_arrays(model, packed), kept.mesh))
+    assert held - 92 * layer / 64 == pytest.approx(2 * 93 * 0.64e9, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""Ways to run one mesh with so many micro-batches: transport of experts' rows, what is kept, where, which schedule."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmjax.config import MeshConfig, RunConfig
+from mmjax.planner.memory import DeviceBytes, InFlight, bytes_of_shards, kept_weight_bytes, num_expert_devices
+from mmjax.planner.parameters import Shard
+from mmjax.planner.remat import KeptResult, choose_results, kept_results
+from mmjax.planner.schedules import Scheduling, cost_of, schedules
+from mmjax.planner.step_time import StepClock, StepTime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """Settings of a run, and what a step of it takes."""
+
+    config: RunConfig
+    memory: DeviceBytes
+    time: StepTime
+    host_bytes: float = 0.0
+    """Of a device, on its host."""
+    scheduling: Scheduling | None = None
+    """Instead of the schedule of `config`."""
+
+    def settled(self) -> RunConfig:
+        """`config` with the schedule."""
+        if self.scheduling is None:
+            return self.config
+        name, transfer, chunks, edges = self.scheduling
+        changes: dict[str, Any] = {
+            "pipeline_schedule": name,
+            "pipeline_transfer": transfer,
+            "pipeline_edges": edges,
+        }
+        return dataclasses.replace(
+            self.config,
+            model=dataclasses.replace(self.config.model, pipeline_chunks=chunks),
+            training=dataclasses.replace(self.config.training, **changes),
+        )
+
+
+class Ways:
+    """Finds the ways to run meshes of one model on one cluster."""
+
+    def __init__(self, clock: StepClock):
+        self.clock, self.cluster = clock, clock.cluster
+        self._results: dict[int, list[KeptResult]] = {}
+        self._at_rest: dict[object, tuple[DeviceBytes, float]] = {}
+
+    def of(self, config: RunConfig, held: Sequence[Shard]) -> Iterator[list[Way]]:
+        """For each choice of what is kept, all schedules, the fastest first; `config` gives mesh and micro-batches.
+
+        What is kept: nothing but the inputs of layers; results as far as memory allows; some of them on the host; all.
+        """
+        for remat in ("layer", "none"):
+            model = dataclasses.replace(config.model, remat=remat, remat_keep=(), remat_offload=())
+            asked = dataclasses.replace(config, model=model)
+            plain = self._evaluate(self.with_transport(asked), held)
+            if plain.memory.total > self.cluster.usable_bytes:
+                # A ring holds more than buffers do.
+                plain = self._evaluate(asked, held)
+            choices = [plain]
+            if remat == "layer" and plain.memory.total < self.cluster.usable_bytes:
+                choices += self._kept(plain)
+            for choice in choices:
+                yield sorted(self._scheduled(choice), key=lambda way: (way.time.total, way.memory.total))
+            if plain.memory.total > self.cluster.usable_bytes:
+                # Keeping everything needs more still.
+                return
+
+    def _evaluate(self, config: RunConfig, held: Sequence[Shard]) -> Way:
+        key = (config.mesh, config.model.moe.expert_axes)
+        if key not in self._at_rest:
+            everything = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="none"))
+            self._at_rest = {key: (bytes_of_shards(config, held), kept_weight_bytes(everything, held))}
+        memory, weights = self._at_rest[key]
+        flight = InFlight(config)
+        memory = dataclasses.replace(
+            memory,
+            saved_activations=flight.saved_activations() + (weights if config.model.remat == "none" else 0.0),
+            working_set=flight.largest_working_set(),
+            exchange_buffers=flight.exchange_buffers(),
+        )
+        return Way(config=config, memory=memory, time=self.clock.step(config, held))
+
+    def with_transport(self, config: RunConfig) -> RunConfig:
+        """The transport of experts' rows that takes less time. A ragged one runs on few machines: it is never chosen.
+
+        A ring's permutations wait for all stages of a pipeline: there it is refused.
+        """
+        if num_expert_devices(config) == 1 or config.mesh.pipe > 1 or config.model.moe.transport == "ragged":
+            return config
+        choices = []
+        for transport in ("all_to_all", "ring"):
+            moe = dataclasses.replace(config.model.moe, transport=transport, exchange_chunks=1)
+            choice = dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
+            choices.append((self.clock.expert_exchange_seconds(choice), choice))
+        fastest = min(choices, key=lambda choice: choice[0])[1]
+        return config if fastest.model.moe.transport == config.model.moe.transport else fastest
+
+    def _kept(self, plain: Way) -> Iterator[Way]:
+        """`plain` with results kept where there is room: on the device, then also on the host."""
+        config, cluster = plain.config, self.cluster
+        results = self._results_of(config)
+        limits = {
+            "device_bytes": cluster.usable_bytes - plain.memory.total,
+            "host_bandwidth": cluster.gpu.pcie_bandwidth,
+            "overlap": self.clock.rates.overlap,
+        }
+        seen = set()
+        for host_bytes in (0.0, cluster.host_bytes):
+            chosen = choose_results(results, host_bytes=host_bytes, **limits)
+            if not (chosen.keep or chosen.offload) or (chosen.keep, chosen.offload) in seen:
+                continue
+            seen.add((chosen.keep, chosen.offload))
+            model = dataclasses.replace(config.model, remat_keep=chosen.keep, remat_offload=chosen.offload)
+            saved_activations = plain.memory.saved_activations + chosen.device_bytes
+            micro_batches = config.training.accumulation
+            copies = 2 * chosen.host_bytes / cluster.gpu.pcie_bandwidth * (1 - self.clock.rates.overlap)
+            yield Way(
+                config=dataclasses.replace(config, model=model),
+                memory=dataclasses.replace(plain.memory, saved_activations=saved_activations),
+                time=dataclasses.replace(
+                    plain.time,
+                    recompute=max(0.0, plain.time.recompute - micro_batches * chosen.saved_seconds),
+                    offload=micro_batches * copies,
+                ),
+                host_bytes=chosen.host_bytes,
+            )
+
+    def _results_of(self, config: RunConfig) -> list[KeptResult]:
+        """Results of the layers of one device, of one micro-batch: what they hold and save grows with its tokens."""
+        tensor = config.mesh.tensor
+        if tensor not in self._results:
+            one = dataclasses.replace(config, mesh=MeshConfig(tensor=tensor))
+            self._results[tensor] = [
+                dataclasses.replace(result, num_bytes=result.num_bytes / tokens, seconds=result.seconds / tokens)
+                for tokens in [InFlight(one).tokens]
+                for result in kept_results(one, self.cluster, self.clock.rates)
+            ]
+        share = InFlight(config).tokens / config.mesh.pipe
+        return [
+            dataclasses.replace(result, num_bytes=result.num_bytes * share, seconds=result.seconds * share)
+            for result in self._results[tensor]
+        ]
+
+    def _scheduled(self, plain: Way) -> Iterator[Way]:
+        """`plain` with every schedule that its mesh allows."""
+        if plain.config.mesh.pipe == 1:
+            yield plain
+            return
+        flight, number = InFlight(plain.config), plain.config.training.accumulation
+        kept, pipe = flight.kept_inputs(), plain.config.mesh.pipe
+        forward, backward = plain.time.forward, plain.time.backward + plain.time.recompute
+        for scheduling in schedules(plain.config):
+            kept_then = flight.kept_inputs_of(cost_of(scheduling, pipe, number), scheduling.edges)
+            bubble = self.clock.bubble_seconds_of(plain.config, scheduling, forward, backward)
+            exchange = self.clock.pipe_exchange_seconds_of(plain.config, scheduling, forward, backward)
+            saved = plain.memory.saved_activations - kept + kept_then
+            yield Way(
+                config=plain.config,
+                scheduling=scheduling,
+                memory=dataclasses.replace(plain.memory, saved_activations=saved),
+                time=dataclasses.replace(plain.time, bubble=bubble, pipe_exchange=exchange),
+                host_bytes=plain.host_bytes,
+            )
