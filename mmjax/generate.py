@@ -266,13 +266,13 @@ def _run_arrays(folder: Path, config: RunConfig, abstract: Any) -> tuple[dict, d
     from mmjax.checkpoint.manifest import Damage, read_manifest
     from mmjax.checkpoint.store import Store
     from mmjax.checkpoint.weights import load_step
-    from mmjax.models.layout import Relayout
+    from mmjax.models.layout import Relayout, without_pipeline
     from mmjax.training.loop import CHECKPOINTS
     from mmjax.training.step import saved_part, with_base
 
     checkpoints = Store(folder / CHECKPOINTS, read_only=True)
     trained = saved.load(folder / saved.FILE_NAME).model
-    relayout = Relayout(trained, config.model) if trained.pipeline_stages else None
+    relayout = Relayout(trained, config.model) if trained != without_pipeline(trained) else None
     part = saved_part(config, abstract)
     wanted = {
         f"{group}.{path}": leaf

@@ -49,7 +49,7 @@ def run_arrays(step: Path, model: ModelConfig | None = None) -> tuple[Read, set[
         for group in ("parameters", "router_biases", "frozen")
         for path in (name.removeprefix(f"{group}.") for name in entries if name.startswith(f"{group}."))
     }
-    if model is None or not model.pipeline_stages:
+    if model is None or model == without_pipeline(model):
         return (lambda path, index: reader.read(places[path], index)), set(places)
     relayout = Relayout(model, without_pipeline(model))
     for path, place in places.items():

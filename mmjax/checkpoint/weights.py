@@ -112,7 +112,8 @@ def load_weights(
     """
     folder = Path(folder)
     saved = read_contents(folder)["arrays"]
-    relayout = Relayout(without_pipeline(model), model) if model and model.pipeline_stages else None
+    plain = model and without_pipeline(model)
+    relayout = Relayout(plain, model) if model and plain and plain != model else None
     _compare(folder, saved, abstract_arrays, relayout)
     try:
         return _load_all(ArrayReader(folder / ARRAYS), saved, abstract_arrays, relayout)

@@ -10,6 +10,7 @@ from jax import lax
 
 from mmjax.axes import TENSOR
 from mmjax.config import LayerKind, ModelConfig
+from mmjax.models.block_scan import TakingPart, scan_across_blocks
 from mmjax.models.cache import DecoderCache, Earlier, MixerCache
 from mmjax.models.gated_delta_net import GatedDeltaNet
 from mmjax.models.grouped_attention import GroupedAttention
@@ -25,11 +26,19 @@ from mmjax.models.layers import (
     scaled_norm,
     use,
 )
-from mmjax.models.layout import Segment, layer_address, num_devices, parameter_stacks, plan_segments, stage_layers
+from mmjax.models.layout import (
+    Segment,
+    block_starts,
+    layer_address,
+    num_devices,
+    parameter_stacks,
+    plan_segments,
+    stage_layers,
+)
 from mmjax.models.linear_attention import KimiDeltaAttention
 from mmjax.models.moe import LatentMoe, RouterStatistics
 from mmjax.models.sparse_attention import LatentAttention
-from mmjax.models.stack import every_nth, scan_stack, stacked
+from mmjax.models.stack import every_nth, gradients_together, scan_stack, stacked
 from mmjax.parallel.fsdp import varying_like
 from pallas_kernels.attention_residual.api import attention_residual
 
@@ -48,6 +57,12 @@ def kept_results(model: ModelConfig) -> Callable[..., Any]:
         offload_src="device",
         offload_dst="pinned_host",
     )
+
+
+def is_trained(_: tuple, variable: nnx.Variable) -> bool:
+    """Filter of nnx: the variables that have gradients, as far as is known (see `ModelDefinition.assemble`)."""
+    is_real = jnp.issubdtype(variable.get_value().dtype, jnp.inexact)
+    return is_real and variable.get_metadata().get("is_trained", True)
 
 
 def added_here(segment: Segment, additions: jax.Array | None) -> jax.Array | None:
@@ -106,19 +121,21 @@ class DecoderLayer(nnx.Module):
         earlier: Earlier | None = None,
         *,
         is_live: jax.Array | bool,
+        num_finished: jax.Array | None = None,
         keep_hidden: bool,
     ) -> tuple[jax.Array, LayerRecord]:
         """Add this layer's two outputs to `running_sum` [b, s, d], or to its streams [b, s, n, d] (`hyper`).
 
-        `frozen` holds the sums of finished residual blocks (the embedding first). `is_live` is False in the first layer
-        of a block, whose running sum holds nothing yet and must not take part in its first mix.
+        `frozen` holds the sums of finished residual blocks (the embedding first), of which the first `num_finished`
+        take part, or all. `is_live` is False in the first layer of a block, whose running sum holds nothing yet and
+        must not take part in its first mix.
         """
-        mixer_input, streams = self._enter("mixer", running_sum, frozen, is_live)
+        mixer_input, streams = self._enter("mixer", running_sum, frozen, is_live, num_finished)
         mixer_output, indexer_loss, cache = self._mixer(
             scaled_norm(mixer_input, self.input_norm, self.model), segment_ids, positions, earlier
         )
         running_sum = self._leave("mixer", running_sum, mixer_output, streams)
-        mlp_input, streams = self._enter("mlp", running_sum, frozen, True)
+        mlp_input, streams = self._enter("mlp", running_sum, frozen, True, num_finished)
         mlp_output, router = self._mlp(scaled_norm(mlp_input, self.mlp_norm, self.model), segment_ids)
         running_sum = self._leave("mlp", running_sum, mlp_output, streams)
         record = LayerRecord(
@@ -131,12 +148,17 @@ class DecoderLayer(nnx.Module):
         return running_sum, record
 
     def _enter(
-        self, block: str, running_sum: jax.Array, frozen: tuple[jax.Array, ...], is_live: jax.Array | bool
+        self,
+        block: str,
+        running_sum: jax.Array,
+        frozen: tuple[jax.Array, ...],
+        is_live: jax.Array | bool,
+        num_finished: jax.Array | None,
     ) -> tuple[jax.Array, StreamWeights | None]:
         """What a block gets [b, s, d], and how its output joins the streams, if there are several."""
         match self.model.residual:
             case "attention":
-                return getattr(self, f"{block}_residual")(running_sum, frozen, is_live), None
+                return getattr(self, f"{block}_residual")(running_sum, frozen, is_live, num_finished), None
             case "hyper":
                 return getattr(self, f"{block}_streams").enter(running_sum)
             case "plain":
@@ -204,9 +226,16 @@ class ResidualMix(nnx.Module):
         self.query = parameter(jax.nn.initializers.zeros, (model.width,), (None,), model.parameter_dtype)
 
     def __call__(
-        self, running_sum: jax.Array, frozen: tuple[jax.Array, ...], is_live: jax.Array | bool = True
+        self,
+        running_sum: jax.Array,
+        frozen: tuple[jax.Array, ...],
+        is_live: jax.Array | bool = True,
+        num_finished: jax.Array | None = None,
     ) -> jax.Array:
         wide = at_least_float32(running_sum.dtype)
+        if num_finished is not None:
+            number = jnp.arange(len(frozen), dtype=num_finished.dtype)
+            is_live = jnp.append(number < num_finished, jnp.asarray(is_live))
         return attention_residual(
             (*frozen, running_sum) if is_live is not False else frozen,
             use(self.norm, wide),
@@ -356,6 +385,13 @@ class Decoder(nnx.Module):
         """
         records = []
         for number, (segment, stack) in enumerate(stacks):
+            if block_starts(self.model, segment).reshape(-1)[1:].any():
+                assert cache is None and additions is None
+                running_sum, frozen, segment_records = self._run_across_blocks(
+                    segment, stack, running_sum, frozen, (segment_ids, positions), keep_hidden
+                )
+                records.append(segment_records)
+                continue
             earlier = None if cache is None else (cache.slots(segment_ids), cache.layers[number])
             if segment.starts_block and self.model.residual == "attention":
                 frozen = (*frozen, running_sum)
@@ -411,7 +447,12 @@ class Decoder(nnx.Module):
             flag, additions, caches = xs
             is_live = static_is_live if flag is None else flag
             records = []
-            for position, layer in enumerate(pattern.layers):
+            layers = list(pattern.layers)
+            for position in range(len(layers)):
+                if position + 1 < len(layers):
+                    # Backward: what one layer's gradients are made of does not outlast the layer before it.
+                    running_sum, layers[position + 1] = self._in_order(running_sum, layers[position + 1])
+                layer = layers[position]
                 earlier = None if slots is None or caches is None else Earlier(slots, caches[position])
                 running_sum, record = run_layer(layer, running_sum, is_live if position == 0 else True, earlier)
                 running_sum = running_sum if additions is None else running_sum + additions[position]
@@ -419,3 +460,39 @@ class Decoder(nnx.Module):
             return running_sum, tuple(records)
 
         return scan_stack(stack, running_sum, body, (flags, additions, caches), remat=False)
+
+    def _run_across_blocks(
+        self,
+        segment: Segment,
+        stack: LayerPattern,
+        running_sum: jax.Array,
+        frozen: tuple[jax.Array, ...],
+        places: tuple[jax.Array, jax.Array],
+        keep_hidden: bool,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[LayerRecord, ...]]:
+        """A segment in which other layers than the first begin blocks; `places` are segment ids and positions."""
+        graphs, trained, others = zip(*(nnx.split(layer, is_trained, ...) for layer in stack.layers), strict=True)
+
+        def run_layer(position, trained, others, running_sum, sums, part: TakingPart, places):
+            def apply(trained, others, running_sum, sums, part: TakingPart, places):
+                return nnx.merge(graphs[position], trained, others)(
+                    running_sum,
+                    sums,
+                    *places,
+                    is_live=True if part.is_live is None else part.is_live,
+                    num_finished=part.num_finished,
+                    keep_hidden=keep_hidden,
+                )
+
+            if self.model.remat == "layer":
+                apply = jax.checkpoint(apply, policy=kept_results(self.model), prevent_cse=False)
+            return apply(trained, others, running_sum, sums, part, places)
+
+        starts = block_starts(self.model, segment)
+        return scan_across_blocks(run_layer, trained, others, running_sum, frozen, starts, places)
+
+    def _in_order(self, running_sum: jax.Array, later: DecoderLayer) -> tuple[jax.Array, DecoderLayer]:
+        """Both as they are. Backward, all gradients of the layer `later` are done before the sum's goes on."""
+        graph, trained, others = nnx.split(later, is_trained, ...)
+        running_sum, trained = gradients_together((running_sum, trained))
+        return running_sum, nnx.merge(graph, trained, others)

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from mmjax.config import LayerKind, ModelConfig, layer_kinds
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive layers of one residual block that repeat a pattern of layer kinds: run by one scan."""
+    """Consecutive layers, of one residual block or several, that repeat a pattern of layer kinds: run by one scan."""
 
     first_layer: int
     kinds: tuple[LayerKind, ...]
@@ -40,16 +41,17 @@ def block_layers(model: ModelConfig) -> int:
 def plan_segments(model: ModelConfig, first_layer: int = 0, end_layer: int | None = None) -> tuple[Segment, ...]:
     """Split the decoder, or its layers from `first_layer` to before `end_layer`, into segments.
 
-    Each is as long a repetition as its residual block allows. Kimi-K3 (blocks of 12 layers, pattern of 4) gets 13
-    segments with 36 layer bodies for its 93 layers.
+    Each is as long a repetition as its residual block allows, or longer with `layer_loops="whole"`. Kimi-K3 (blocks of
+    12 layers, pattern of 4) gets 13 segments with 36 layer bodies for its 93 layers, or 4 with 7.
     """
     kinds, num_deep = layer_kinds(model), len(model.vision.deep_layers)
     last = model.num_layers if end_layer is None else end_layer
     block_size = block_layers(model)
+    is_whole = model.layer_loops == "whole"
     segments = []
     layer = first_layer
     while layer < last:
-        block_end = min(layer // block_size * block_size + block_size, last)
+        block_end = last if is_whole else min(layer // block_size * block_size + block_size, last)
         # Layers that get additions form segments of their own.
         end = num_deep if layer < num_deep < block_end else block_end
         period, num_repeats = _longest_repetition(kinds[layer:end])
@@ -68,6 +70,12 @@ def _longest_repetition(kinds: tuple[LayerKind, ...]) -> tuple[int, int]:
         if num_repeats > 1 and period * num_repeats > best[0] * best[1]:
             best = (period, num_repeats)
     return best
+
+
+def block_starts(model: ModelConfig, segment: Segment) -> np.ndarray:
+    """[repeats, layers of the pattern] bool: which layers of a segment begin a residual block."""
+    layers = segment.first_layer + np.arange(segment.num_layers)
+    return (layers % block_layers(model) == 0).reshape(segment.num_repeats, len(segment.kinds))
 
 
 class Stack(NamedTuple):
@@ -109,8 +117,8 @@ def _devices(model: ModelConfig) -> list[int]:
 
 
 def without_pipeline(model: ModelConfig) -> ModelConfig:
-    """The same model in the layout of a mesh without a pipeline: that of converted checkpoints."""
-    return dataclasses.replace(model, pipeline_stages=(), pipeline_chunks=1)
+    """The same model in the layout of converted checkpoints: no pipeline, and loops within residual blocks."""
+    return dataclasses.replace(model, pipeline_stages=(), pipeline_chunks=1, layer_loops="blocks")
 
 
 class LayerAddress(NamedTuple):

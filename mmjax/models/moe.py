@@ -26,6 +26,7 @@ from mmjax.models.layers import (
     use,
 )
 from mmjax.models.router_losses import load_balance_loss, z_loss
+from mmjax.models.stack import gradients_together
 from mmjax.parallel.expert import Exchanged, ExpertExchange, exchange_experts
 from mmjax.parallel.fsdp import make_varying, varying_like
 from pallas_kernels.moe.api import expert_mlp, routed_experts, router_scores, select_experts, weigh_experts
@@ -252,11 +253,13 @@ class LatentMoe(nnx.Module):
         # Marked as varying before the exchange's rounds: gradients are summed over devices once, outside them.
         rows, weight = make_varying((rows, weight), (TENSOR,))
         gate, up, down = (self._expert_weight(name, rows.dtype) for name in ("gate", "up", "down"))
+        # Rows of a whole exchange wait in the backward pass until the adapters have their gradients.
+        rows, adapters = gradients_together((rows, self._expert_adapters(rows.dtype)))
         settings = {
             "activation": activation.kind,
             "beta": activation.beta,
             "linear_beta": activation.linear_beta,
-            "adapters": self._expert_adapters(rows.dtype),
+            "adapters": adapters,
         }
         if not self._is_exchanged():
             nothing = varying_like(jnp.zeros((), jnp.int32), index)

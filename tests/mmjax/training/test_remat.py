@@ -1,11 +1,13 @@
 """What the backward pass keeps, and where, changes no number."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from mmjax import train
 from mmjax.config import (
     DataConfig,
     FullAttentionConfig,
@@ -17,21 +19,23 @@ from mmjax.config import (
     VisionConfig,
     check,
 )
+from mmjax.monitor.metrics import read_lines
 from mmjax.parallel.mesh import make_mesh
 from mmjax.training.compiled_step import abstract_batch
 from mmjax.training.step import init_state, make_value_and_gradient, place_batch
 
 MODEL = ModelConfig(
     width=16,
-    num_layers=2,
+    num_layers=4,
     vocabulary_size=32,
-    full_attention_layers=(1,),
+    # Two layers, twice.
+    full_attention_layers=(1, 3),
     residual="plain",
     linear_attention=LinearAttentionConfig(num_heads=2, key_width=8, value_width=8, decay_rank=4, chunk_tokens=16),
     full_attention=FullAttentionConfig(
         num_heads=2, query_rank=8, latent_width=8, nope_width=8, shared_key_width=4, value_width=8
     ),
-    moe=MoeConfig(num_experts=4, experts_per_token=2, expert_width=8, latent_width=8, dense_width=16),
+    moe=MoeConfig(num_experts=4, experts_per_token=2, expert_width=8, latent_width=8, num_dense_layers=0),
     vision=VisionConfig(num_layers=0),
     parameter_dtype="float64",
     compute_dtype="float64",
@@ -82,6 +86,39 @@ def test_loss_and_gradients_do_not_depend_on_what_is_kept(changes, expected):
         np.testing.assert_allclose(
             np.asarray(gradients[path]), np.asarray(leaf), rtol=0, atol=1e-11 * scale, err_msg=path
         )
+
+
+RUN_SETTINGS = """
+mesh: {fsdp: 2, expert: 2}
+model:
+  width: 16
+  num_layers: 2
+  vocabulary_size: 264
+  full_attention_layers: [1]
+  residual_block_layers: 1
+  linear_attention: {num_heads: 2, key_width: 4, value_width: 4, decay_rank: 4, chunk_tokens: 16}
+  full_attention: {num_heads: 2, query_rank: 8, latent_width: 8, nope_width: 4, shared_key_width: 4, value_width: 4}
+  moe: {num_experts: 4, experts_per_token: 2, expert_width: 8, latent_width: 8, dense_width: 16}
+  vision: {num_layers: 1, width: 8, num_heads: 1, head_width: 8, hidden_width: 16}
+data: {rows: 8, row_tokens: 48, row_patches: 32, image_max_patches: 16, packing_window: 4, eval_samples: 8}
+optimizer: {warmup_steps: 2}
+checkpoint: {every_steps: 0}
+training: {steps: 20, eval_every_steps: 0}
+"""
+
+
+@pytest.mark.slow
+def test_twenty_steps_of_a_run_lose_the_same_with_results_on_the_host(tmp_path: Path):
+    def losses(name: str, *options: str) -> list[float]:
+        settings, run_dir = tmp_path / "tiny.yaml", tmp_path / name
+        settings.write_text(RUN_SETTINGS)
+        assert train.main(["--config", str(settings), "--run-dir", str(run_dir), *options]) == 0
+        return [record["loss"] for record in read_lines(run_dir / "metrics.jsonl")]
+
+    again = losses("again")
+    on_host = losses("host", "--model.remat-keep", "experts", "--model.remat-offload", "projections", "attention")
+    assert len(again) == 20 and again[-1] < again[0]
+    assert on_host == pytest.approx(again, rel=1e-5)
 
 
 @pytest.mark.parametrize(
