@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -27,6 +28,7 @@ from mmjax.planner.memory import num_expert_devices
 from mmjax.planner.units import format_bytes, format_flops, format_seconds
 from mmjax.training.compiled_program import LargeResult, read_program
 from mmjax.training.exchanges import Exchange, ExchangeReader, Timeline, hidden_share
+from mmjax.training.peak_memory import AtPeak, alive_at_peak, dump_options
 from mmjax.training.step import TrainState, abstract_state, batch_specs, make_train_step
 
 # What arrays at rest are for: the first pattern that is found in a path counts.
@@ -65,6 +67,8 @@ class CompiledStep:
     """Bytes of arguments by what they are for."""
     exchanges: list[Exchange]
     hidden_share: float
+    at_peak: list[AtPeak]
+    """Arrays that are there when most is, by what makes them."""
     largest: list[LargeResult]
     """The largest arrays that the program makes; they are not all there at one time."""
     flops: float
@@ -87,6 +91,10 @@ class CompiledStep:
             ("memory of a device", format_bytes(device["total"])),
             *((f"  at rest: {name}", format_bytes(size)) for name, size in self.at_rest.items()),
             ("  activations and temporaries", format_bytes(device["temporaries"])),
+            *(
+                (f"    at the peak: {kind.made_by}", f"{format_bytes(kind.num_bytes)} in {kind.count}")
+                for kind in self.at_peak[:_NUM_LARGEST]
+            ),
             *(
                 (f"    as large as {result.shape}", f"{format_bytes(result.num_bytes)} {result.operation}")
                 for result in self.largest
@@ -123,16 +131,19 @@ def compile_step(
     mesh = described_mesh(config.mesh, cluster)
     state, batch = abstract_state(config, mesh), abstract_batch(config, mesh)
     begun = time.perf_counter()
-    # Kernels are chosen by the device that the abstract mesh names.
-    with _compiling_only(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = make_train_step(config, mesh).lower(state, batch)
-        compiled = lowered.compile(compiler_options=_COMPILE_FAST | dict(options or {}))
-    seconds = time.perf_counter() - begun
-    text = compiled.as_text() or ""
-    if text_file is not None:
-        with writing(text_file):
-            text_file.write_text(text, encoding="utf-8")
-    return describe(config, cluster, state, batch, text, compiled.memory_analysis(), seconds)
+    with tempfile.TemporaryDirectory() as reports:
+        # Kernels are chosen by the device that the abstract mesh names.
+        with _compiling_only(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = make_train_step(config, mesh).lower(state, batch)
+            compiled = lowered.compile(
+                compiler_options=_COMPILE_FAST | dump_options(Path(reports)) | dict(options or {})
+            )
+        seconds = time.perf_counter() - begun
+        text = compiled.as_text() or ""
+        if text_file is not None:
+            with writing(text_file):
+                text_file.write_text(text, encoding="utf-8")
+        return describe(config, cluster, state, batch, text, compiled.memory_analysis(), seconds, Path(reports))
 
 
 @contextlib.contextmanager
@@ -156,9 +167,16 @@ def _compiling_only() -> Iterator[None]:
 
 
 def describe(
-    config: RunConfig, cluster: Cluster, state: TrainState, batch: Batch, text: str, memory: Any, compile_seconds: float
+    config: RunConfig,
+    cluster: Cluster,
+    state: TrainState,
+    batch: Batch,
+    text: str,
+    memory: Any,
+    compile_seconds: float,
+    reports: Path,
 ) -> CompiledStep:
-    """What a compiled step's text and memory analysis say."""
+    """What a compiled step's text, its memory analysis and the reports that XLA wrote say."""
     # Buffers of an exchange are as full as their capacity allows on average; kernels skip the rest.
     is_exchanged = num_expert_devices(config) > 1 and config.model.moe.num_dense_layers < config.model.num_layers
     filled = min(1.0, 1 / config.model.moe.capacity_factor) if is_exchanged else 1.0
@@ -174,6 +192,7 @@ def describe(
         at_rest=bytes_at_rest(state, batch),
         exchanges=exchanges,
         hidden_share=hidden_share(exchanges),
+        at_peak=alive_at_peak(reports, program),
         largest=program.largest_results(_NUM_LARGEST),
         flops=program.flops(),
         timeline=reader.timeline(),
