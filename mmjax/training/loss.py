@@ -40,16 +40,17 @@ def micro_batch_loss(
 def token_share(model: MultimodalModel, hidden: jax.Array, batch: Batch, counts: dict[str, jax.Array]) -> jax.Array:
     """This device's share of the cross-entropy's mean."""
     wide = at_least_float32(hidden.dtype)
-    token_loss = cross_entropy(
+    # Divided here, not the loss: its gradients, made together with it, then need no scaling of their own.
+    weights = batch.loss_weight.astype(wide) / jnp.maximum(counts["supervised_tokens"], 1).astype(wide)
+    return cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
         model.decoder.head_weights(hidden.dtype),
         batch.targets.reshape(-1),
-        batch.loss_weight.reshape(-1).astype(wide),
+        weights.reshape(-1),
         chunk_tokens=model.model.loss_chunk_tokens,
         vocabulary_axis=TENSOR,
         is_head_trained=model.decoder.is_head_trained,
     )
-    return token_loss / jnp.maximum(counts["supervised_tokens"], 1).astype(wide)
 
 
 def auxiliary_share(model: ModelConfig, report: StepReport, counts: dict[str, jax.Array]) -> jax.Array:
