@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mmjax.axes import TENSOR
 from mmjax.config import ModelConfig
 from mmjax.models.cache import GroupedCache, write
+from mmjax.models.fused_attention import packed_attention
 from mmjax.models.layers import (
     add_bias,
     at_least_float32,
@@ -23,7 +24,7 @@ from mmjax.models.layers import (
 from mmjax.models.rotary import rotate, rotation
 from mmjax.parallel import context
 from mmjax.parallel.fsdp import make_varying
-from pallas_kernels.sparse_attention.api import attention, cached_attention
+from pallas_kernels.sparse_attention.api import cached_attention
 
 
 class GroupedAttention(nnx.Module):
@@ -66,7 +67,7 @@ class GroupedAttention(nnx.Module):
         inputs, query, key, value = self._project(inputs, positions)
         key, value = context.gather_positions(key, value)
         (segment_ids,) = context.gather_positions(segment_ids)
-        mixed = attention(
+        mixed = packed_attention(
             query,
             key,
             value,
