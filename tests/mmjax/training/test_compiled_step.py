@@ -126,6 +126,34 @@ def test_the_batch_is_described_as_the_loader_makes_it():
 
 @pytest.mark.slow
 @needs_compiler
+def test_what_is_kept_on_the_host_leaves_the_device():
+    model = ModelConfig(
+        width=1024,
+        num_layers=8,
+        full_attention_layers=tuple(range(8)),
+        full_attention_kind="grouped",
+        residual="plain",
+        moe=MoeConfig(num_dense_layers=8, dense_width=4096),
+        vision=VisionConfig(num_layers=0),
+        compute_dtype="bfloat16",
+    )
+
+    def memory(**changes):
+        config = RunConfig(
+            model=dataclasses.replace(model, **changes),
+            mesh=MeshConfig(fsdp=2),
+            data=DataConfig(rows=16, row_tokens=2048),
+        )
+        compiled = compile_step(config, read_cluster("1x2xh200"))
+        return compiled.device_memory["total"], sum(compiled.host_memory.values())
+
+    (kept, none), (moved, on_host) = memory(remat_keep=("projections",)), memory(remat_offload=("projections",))
+    assert none == 0 and on_host > 0.2 * kept
+    assert kept - moved == pytest.approx(on_host, rel=0.1)
+
+
+@pytest.mark.slow
+@needs_compiler
 @pytest.mark.parametrize(("transfer", "is_hidden"), [("hidden", True), ("direct", False)])
 def test_what_a_pipelines_stages_hand_on_travels_while_they_compute(transfer, is_hidden):
     model = ModelConfig(

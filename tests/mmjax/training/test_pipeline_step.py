@@ -27,7 +27,10 @@ from mmjax.config import (
 from mmjax.models.layout import Relayout
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.pipeline_work import schedule_of
+from mmjax.planner.topology import read_cluster
+from mmjax.training.compiled_program import read_program
 from mmjax.training.evaluation import make_predict
+from mmjax.training.exchanges import ExchangeReader
 from mmjax.training.step import abstract_state, init_state, make_update, make_value_and_gradient, place_batch
 
 # Kimi-K3's parts in four layers: dense and routed experts, both mixers with an indexer, blocks of three layers that
@@ -386,7 +389,7 @@ def test_the_loop_of_every_schedule_has_its_tables_ticks_and_buffers(batches, sc
 
 
 @SLOW
-def test_memory_falls_as_the_pipe_axis_grows(batches):
+def test_memory_falls_as_the_pipe_axis_grows_and_each_tick_sends_once(batches):
     wide = dataclasses.replace(PLAIN, moe=dataclasses.replace(PLAIN.moe, dense_width=512))
 
     def memory(devices: int) -> tuple[int, int]:
@@ -394,8 +397,14 @@ def test_memory_falls_as_the_pipe_axis_grows(batches):
         mesh, state = make_mesh(config.mesh), abstract_state(config, make_mesh(config.mesh))
         batch = jax.eval_shape(lambda: place_batch(batches["plain"], mesh))
         step = jax.jit(make_value_and_gradient(config, mesh))
-        found = step.lower(state.parameters, state.router_biases, batch, state.frozen).compile().memory_analysis()
-        return found.argument_size_in_bytes, found.temp_size_in_bytes
+        program = step.lower(state.parameters, state.router_biases, batch, state.frozen).compile()
+        reader = ExchangeReader(read_program(program.as_text()), config.mesh, read_cluster("1x8xh200"))
+        found = {(exchange.kind, exchange.mesh_axes): exchange.count for exchange in reader.exchanges()}
+        # Sums of counts, loss and gradients of what stages share; embedding and head are one, of the first and last.
+        assert found.pop(("all-reduce", ("pipe",))) <= 6
+        assert found == {("collective-permute", ("pipe",)): len(schedule_of(config).ticks)}
+        memory = program.memory_analysis()
+        return memory.argument_size_in_bytes, memory.temp_size_in_bytes
 
     with jax.enable_x64(True):
         (arguments, temporaries), (fewer, less) = memory(2), memory(8)
