@@ -8,10 +8,10 @@ import json
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -31,20 +31,23 @@ from mmjax.config import (
 from mmjax.errors import ConfigurationError, MmjaxError
 from mmjax.parallel.pipeline_schedule import Kind, ScheduleName, make_schedule
 from mmjax.planner.adapters import ADAPTED_NAMES, Tuning
+from mmjax.planner.branches import BranchPlanner, Mix
+from mmjax.planner.expert_size import exchange_buffer
 from mmjax.planner.hardware import Cluster
 from mmjax.planner.machine import discover
 from mmjax.planner.memory import device_bytes
-from mmjax.planner.plan_file import write_plan
+from mmjax.planner.plan_file import read_plan, write_plan
 from mmjax.planner.readings import fit_link, load, with_inside_link
-from mmjax.planner.search import (
-    Plan,
-    SearchResult,
-    check_without_mesh,
-    describe_kept,
-    describe_schedule,
-    remedies,
-    search,
+from mmjax.planner.report import (
+    as_json,
+    draw,
+    print_branches,
+    print_expert_sizes,
+    print_no_fit,
+    print_plans,
+    print_rejections,
 )
+from mmjax.planner.search import Plan, SearchResult, check_without_mesh, search
 from mmjax.planner.stages import with_stages
 from mmjax.planner.step_time import Rates, StepClock
 from mmjax.planner.topology import machine_cluster, read_cluster
@@ -81,6 +84,13 @@ class Command:
     """How frozen experts are held."""
     readings: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """Take the link inside a node from a file that `measure` wrote."""
+    row_clips: int = 0
+    """Clips of sound of a row, for a model that hears."""
+    imbalance: float = 0.0
+    """Rows of the fullest pair of devices over the mean, as a run has measured: sizes experts' buffers. 0: unknown."""
+    since: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """A plan.json: search only if the share of pictures and sounds in the FLOPs has changed by --threshold since."""
+    threshold: float = 0.1
     overlap: float = 0.0
     """Share of the computing time under which gathers of weights hide."""
     top: int = 8
@@ -185,8 +195,11 @@ def run(command: Command) -> int:
         print(f"link inside a node: {fit.describe()}")
         cluster = with_inside_link(cluster, fit)
     config, tuning = describe_run(command, preset(), cluster)
+    if command.since and not is_changed(command, config, cluster, tuning):
+        return 0
     result = search(config, cluster, tuning=tuning, rates=Rates(overlap=command.overlap))
-    console = Console()
+    # Tables that a file or another program reads are not cut to a terminal's width.
+    console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(
         f"{command.model} on {cluster.name}: {config.data.rows} rows of {config.data.row_tokens:,} tokens a step; "
         f"{result.num_meshes} meshes, {len(result.plans)} plans fit {format_bytes(cluster.usable_bytes)} a device"
@@ -195,12 +208,52 @@ def run(command: Command) -> int:
         print_no_fit(console, config, cluster, tuning, result)
         return 1
     print_plans(console, result, command.top)
+    planner = BranchPlanner(result.plans[0].config, cluster, tuning=tuning, threshold=command.threshold)
+    mix = mix_of(result.plans[0].config)
+    branches = planner.plan(mix)
+    print_branches(console, planner, branches)
+    print_expert_sizes(console, result, cluster, tuning)
     print_rejections(console, result)
     if command.output:
-        write_files(Path(command.output), result, tuning)
+        more = {
+            "mix": dataclasses.asdict(mix),
+            "branches": {plan.name: dataclasses.asdict(plan.best) for plan in branches},
+        }
+        write_files(Path(command.output), result, tuning, more)
     if command.confirm:
         confirm(console, result.plans[: command.confirm], cluster, tuning, command.confirm_layers)
     return 0
+
+
+def mix_of(config: RunConfig) -> Mix:
+    """What a step of full rows holds."""
+    data, model = config.data, config.model
+    return Mix(
+        text_tokens=data.rows * data.row_tokens,
+        patches=data.rows * data.row_patches if model.vision.is_present else 0.0,
+        clips=data.rows * data.row_clips if model.audio.is_present else 0.0,
+    )
+
+
+def is_changed(command: Command, config: RunConfig, cluster: Cluster, tuning: Tuning) -> bool:
+    """Whether the mix of modalities differs from that of an earlier plan past the threshold; says so."""
+    plan = read_plan(Path(command.since))
+    found = plan.predicted.get("mix")
+    if not isinstance(found, dict) or set(found) != {field.name for field in dataclasses.fields(Mix)}:
+        raise ConfigurationError(
+            command.since, found="no mix", expected="a plan.json that holds one", remedy="plan once without --since"
+        )
+    planner = BranchPlanner(config, cluster, tuning=tuning, threshold=command.threshold)
+    before, after = Mix(**found), mix_of(config)
+    # Per token: a larger step of the same mix is no other mix.
+    scale = after.text_tokens / before.text_tokens
+    before = dataclasses.replace(
+        before, text_tokens=after.text_tokens, patches=before.patches * scale, clips=before.clips * scale
+    )
+    change = planner.change(before, after)
+    verdict = "planning again" if change >= command.threshold else "the plan stands"
+    print(f"the mix has changed by {change:.1%} of all FLOPs, the threshold is {command.threshold:.1%}: {verdict}")
+    return change >= command.threshold
 
 
 def confirm(console: Console, plans: Sequence[Plan], cluster: Cluster, tuning: Tuning, num_layers: int) -> None:
@@ -274,7 +327,10 @@ def describe_run(command: Command, model: ModelConfig, cluster: Cluster) -> tupl
         row_tokens=command.seq,
         row_patches=command.row_patches or 4,
         image_max_patches=min(command.row_patches or 4, 16_384),
+        row_clips=command.row_clips,
     )
+    if command.imbalance:
+        model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, **_sized_buffer(command, model, cluster)))
     if not command.row_patches:
         model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, num_layers=0))
     config = RunConfig(model=model, data=data, optimizer=OptimizerConfig(name=command.optimizer))
@@ -300,6 +356,21 @@ def describe_run(command: Command, model: ModelConfig, cluster: Cluster) -> tupl
     return config, tuning
 
 
+def _sized_buffer(command: Command, model: ModelConfig, cluster: Cluster) -> dict[str, Any]:
+    """`capacity_factor` for a measured imbalance: experts on all devices of a node, or on as many as there are."""
+    num_devices = max(2, cluster.gpus_per_node)
+    width = model.moe.latent_width or model.width
+    buffer = exchange_buffer(
+        command.imbalance,
+        mean_bytes=2.0 * command.seq * model.moe.experts_per_token * width,
+        link=cluster.between if cluster.num_nodes > 1 else cluster.inside,
+        num_devices=num_devices,
+        memory_bytes=0.05 * cluster.usable_bytes,
+    )
+    print(f"buffers of the experts' exchange: {buffer.capacity_factor:.3g} times the mean, rounds: {buffer.rounds}")
+    return {"capacity_factor": buffer.capacity_factor}
+
+
 def find_preset(name: str) -> Callable[[], ModelConfig]:
     """The preset of that name, from any file of mmjax/presets."""
     import mmjax.presets
@@ -307,7 +378,11 @@ def find_preset(name: str) -> Callable[[], ModelConfig]:
     presets: dict[str, Callable[[], ModelConfig]] = {}
     for module in pkgutil.iter_modules(mmjax.presets.__path__):
         members = inspect.getmembers(importlib.import_module(f"mmjax.presets.{module.name}"), inspect.isfunction)
-        presets |= {name: value for name, value in members if value.__annotations__.get("return") is ModelConfig}
+        presets |= {
+            name: value
+            for name, value in members
+            if not name.startswith("_") and value.__annotations__.get("return") is ModelConfig
+        }
     if name in presets:
         return presets[name]
     nearest = difflib.get_close_matches(name, presets, n=1)
@@ -319,134 +394,20 @@ def find_preset(name: str) -> Callable[[], ModelConfig]:
     )
 
 
-def print_plans(console: Console, result: SearchResult, top: int) -> None:
-    """The fastest plans with the reason why each loses, other ways to run the best, where its time and memory go."""
-    headers = ("micro-batches", "kept", "schedule", "step", "tokens/s/GPU", "MFU", "memory", "why not")
-    table = Table("mesh", *headers, title="plans")
-    for plan in result.plans[:top]:
-        table.add_row(escape(describe_mesh(plan.config.mesh)), *_cells(plan, result))
-    console.print(table)
-    best = result.plans[0]
-    if result.siblings:
-        table = Table(*headers, title=f"other ways to run {describe_mesh(best.config.mesh)}")
-        for plan in result.siblings[:top]:
-            table.add_row(*_cells(plan, result))
-        console.print(table)
-    if best.config.mesh.device_order:
-        console.print("devices stand in another order than their own (mesh.device_order of the plan)")
-    shares = Table("time of the best", "", "", title="predicted, not measured")
-    for term, seconds in sorted(best.time.terms.items(), key=lambda item: -item[1]):
-        if seconds:
-            shares.add_row(term.replace("_", " "), format_seconds(seconds), f"{seconds / best.time.total:.1%}")
-    shares.add_section()
-    for part, value in sorted(dataclasses.asdict(best.memory).items(), key=lambda item: -item[1]):
-        shares.add_row(part.replace("_", " "), format_bytes(value), f"{value / best.memory.total:.1%}")
-    if best.host_bytes:
-        shares.add_section()
-        shares.add_row("on the host", format_bytes(best.host_bytes), "")
-    console.print(shares)
-
-
-def _cells(plan: Plan, result: SearchResult) -> list[str]:
-    moe = plan.config.model.moe
-    transport = f", {moe.transport}" if plan.time.expert_exchange and moe.transport != "all_to_all" else ""
-    schedule = describe_schedule(plan.config) if plan.config.mesh.pipe > 1 else ""
-    return [
-        str(plan.config.training.accumulation),
-        describe_kept(plan.config),
-        (schedule + transport).removeprefix(", "),
-        format_seconds(plan.time.total),
-        f"{plan.tokens_per_second:,.0f}",
-        f"{plan.utilisation:.1%}",
-        format_bytes(plan.memory.total),
-        result.reasons_against(plan),
-    ]
-
-
-def print_rejections(console: Console, result: SearchResult) -> None:
-    """How many ways are out, by kind of reason, with an example of each."""
-    kinds: dict[str, list[str]] = {}
-    for rejection in result.rejections:
-        kind = "too much memory" if rejection.reason.startswith("needs ") else rejection.reason.split(" ", 1)[0]
-        kinds.setdefault(kind, []).append(f"{rejection.name}: {rejection.reason}")
-    table = Table("rejected because of", "ways", "for example", title="rejected")
-    for kind, examples in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        table.add_row(escape(kind.rstrip(":")), str(len(examples)), escape(examples[0]))
-    console.print(table)
-
-
-def print_no_fit(console: Console, config: RunConfig, cluster: Cluster, tuning: Tuning, result: SearchResult) -> None:
-    """Say that nothing fits, how near the nearest is, and what would make it fit."""
-    if result.tightest:
-        console.print(f"[bold]nothing fits.[/bold] Nearest: {escape(result.tightest.name)} {result.tightest.reason}")
-    else:
-        console.print("[bold]no mesh is legal.[/bold]")
-        print_rejections(console, result)
-    found = remedies(config, cluster, tuning=tuning)
-    console.print("what would make it fit:" if found else "none of the remedies that were tried makes it fit")
-    for remedy in found:
-        console.print(f"  - {escape(remedy)}")
-
-
-def write_files(folder: Path, result: SearchResult, tuning: Tuning) -> None:
+def write_files(folder: Path, result: SearchResult, tuning: Tuning, more: Mapping[str, Any]) -> None:
     """plans.json and plans.png; plan.json of the best; plan.yaml of it too, unless only experts get adapters, which
     settings cannot say."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plans.json").write_text(json.dumps([_as_json(plan, result) for plan in result.plans], indent=1) + "\n")
+    (folder / "plans.json").write_text(json.dumps([as_json(plan, result) for plan in result.plans], indent=1) + "\n")
     draw(result, folder / "plans.png")
     best = result.plans[0]
-    write_plan(folder / "plan.json", best.config, _as_json(best, result))
+    write_plan(folder / "plan.json", best.config, as_json(best, result) | dict(more))
     print(f"the best, for settings of your own: python -m mmjax.train --plan {folder / 'plan.json'} ...")
     if tuning.kind == "full" or tuning.rank:
         (folder / "plan.yaml").write_text(to_yaml(best.config))
         print(f"the best with all settings: python -m mmjax.train --config {folder / 'plan.yaml'}")
     else:
         print("no plan.yaml: settings have no word for adapters of experts alone")
-
-
-def draw(result: SearchResult, path: Path) -> None:
-    """Time against memory of every plan, the front of the best joined."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    plot = figure.subplots()
-    gibi = 1024**3
-    for kept, marker in (("layer", "o"), ("results", "^"), ("none", "x")):
-        chosen = [plan for plan in result.plans if _kept_kind(plan) == kept]
-        times, sizes = [plan.time.total for plan in chosen], [plan.memory.total / gibi for plan in chosen]
-        if chosen:
-            plot.scatter(sizes, times, marker=marker, s=18, label=_KEPT_LABELS[kept])
-    front = result.front()
-    plot.plot([plan.memory.total / gibi for plan in front], [plan.time.total for plan in front], "k-", linewidth=0.8)
-    plot.set(xlabel="memory of a device, GiB", ylabel="step, s", yscale="log", title="plans that fit (predicted)")
-    plot.legend()
-    figure.savefig(path, dpi=150)
-
-
-_KEPT_LABELS = {"layer": "inputs of layers kept", "results": "some results kept", "none": "everything kept"}
-
-
-def _kept_kind(plan: Plan) -> str:
-    model = plan.config.model
-    return "results" if model.remat_keep or model.remat_offload else model.remat
-
-
-def _as_json(plan: Plan, result: SearchResult) -> dict[str, object]:
-    config = plan.config
-    return {
-        "mesh": config.mesh.sizes,
-        "device_order": config.mesh.device_order,
-        "accumulation": config.training.accumulation,
-        "kept": describe_kept(config),
-        "schedule": describe_schedule(config) if config.mesh.pipe > 1 else None,
-        "transport": config.model.moe.transport,
-        "seconds": plan.time.terms,
-        "bytes": dataclasses.asdict(plan.memory),
-        "host_bytes": plan.host_bytes,
-        "tokens_per_second_per_device": plan.tokens_per_second,
-        "mfu": plan.utilisation,
-        "reason": result.reasons_against(plan),
-    }
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A plan for each modality branch of a model on a mesh: how its tower's work is shared, by predicted time."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,14 +16,22 @@ from mmjax.planner.hardware import Cluster
 from mmjax.planner.parameters import ITEM_BYTES
 from mmjax.planner.step_time import PEER_SHARES, Rates
 
-Share = Literal["whole on each", "data parallel", "patches split", "embedding split", "pipelined", "frames split"]
+Share = Literal[
+    "whole on each",
+    "data parallel",
+    "pipelined",
+    "embedding split",
+    "positions split",
+    "patches split",
+    "frames split",
+]
 # What the trainer does today, and the setting that asks for it.
 _SETTINGS: dict[Share, str] = {
     "whole on each": "as it is",
     "data parallel": "training.pipeline_edges=data_parallel (over pipe)",
     "pipelined": "training.pipeline_edges=first_stage",
     "embedding split": "mesh.tensor (decoder)",
-    "patches split": "mesh.context (decoder)",
+    "positions split": "mesh.context (decoder)",
 }
 
 
@@ -143,30 +152,27 @@ class BranchPlanner:
         return max([moved, *sure])
 
     def golden_branches(self, plans: Sequence[BranchPlan]) -> list[Branch]:
-        """The terms of the golden formula of each branch's best option; forward and backward count as its FLOPs."""
-        found = []
-        for plan in plans:
-            trained = sum(
-                array.size * ITEM_BYTES[array.dtype]
-                for array in trained_arrays(self.config.model, self.tuning)
-                if array.is_trained
-                and (array.adapted_part or array.part) in _PARTS.get(plan.name, ())
-                or (array.is_trained and plan.name == "text" and (array.adapted_part or array.part) not in _TOWER_PARTS)
+        """The terms of the golden formula of each branch's best option: gradients over the data axes, forward and
+        backward FLOPs."""
+        data = self._group(axes.DATA_AXES)
+        bandwidth = (data.between if data.crosses_nodes else data.inside).bandwidth
+        gradients: dict[str, float] = defaultdict(float)
+        for array in trained_arrays(self.config.model, self.tuning):
+            if array.is_trained:
+                part = array.adapted_part or array.part
+                gradients[_BRANCHES.get(part, "text")] += array.size * ITEM_BYTES[array.dtype]
+        return [
+            Branch(
+                name=plan.name,
+                forward_flops=plan.flops,
+                flops_per_second=plan.flops / plan.best.compute,
+                # Of a device, once a step: what it does not hold split.
+                exchanged_bytes=gradients[plan.name] / (self.config.mesh.fsdp * self.config.mesh.expert),
+                bandwidth=bandwidth,
+                communication_seconds=plan.best.exchange,
             )
-            best = plan.best
-            found.append(
-                Branch(
-                    name=plan.name,
-                    forward_flops=plan.flops,
-                    flops_per_second=plan.flops / best.compute,
-                    exchanged_bytes=trained / max(1, self.config.mesh.fsdp * self.config.mesh.expert),
-                    bandwidth=self._group(axes.DATA_AXES).between.bandwidth
-                    if self._group(axes.DATA_AXES).crosses_nodes
-                    else self.cluster.inside.bandwidth,
-                    communication_seconds=best.exchange,
-                )
-            )
-        return found
+            for plan in plans
+        ]
 
     def _flops(self, mix: Mix) -> dict[str, float]:
         model, data = self.config.model, self.config.data
@@ -287,7 +293,7 @@ class BranchPlanner:
         or positions.
 
             embedding split   two sums of all positions a layer, there and back
-            patches split     (positions) what keys and values are made of, gathered in each layer, there and back
+            positions split   what keys and values are made of, gathered in each layer, there and back
         """
         config, model = self.config, self.config.model
         group, item = self._group((axes.CONTEXT, axes.TENSOR)), ITEM_BYTES[config.model.compute_dtype]
@@ -317,7 +323,7 @@ class BranchPlanner:
                 exchanged_bytes=calls * 4 * 2 * stream,
             ),
             Option(
-                share="patches split",
+                share="positions split",
                 compute=seconds / number,
                 exchange=calls * all_gather_seconds(keys, group),
                 exchanged_bytes=calls * keys,
@@ -325,8 +331,8 @@ class BranchPlanner:
         ]
 
 
-_TOWER_PARTS = ("vision", "audio", "projector")
-_PARTS = {"vision": ("vision", "projector"), "audio": ("audio",)}
+# Parts of the model that belong to the text branch are not here. A projector is taken for that of the pictures.
+_BRANCHES = {"vision": "vision", "projector": "vision", "audio": "audio"}
 
 
 def _sorted(options: Sequence[Option]) -> tuple[Option, ...]:

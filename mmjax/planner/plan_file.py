@@ -41,6 +41,7 @@ class PlanFile:
     path: str
     settings: Mapping[str, Any]
     made_for: Mapping[str, Any]
+    predicted: Mapping[str, Any]
 
     def applied(self, config: RunConfig) -> RunConfig:
         """`config` with what the plan decides.
@@ -70,8 +71,8 @@ def read_plan(path: Path) -> PlanFile:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.get("kind") != _KIND:
             raise ValueError("JSON that is no plan")
-        settings, made_for = content["settings"], content.get("made_for", {})
-        if not isinstance(settings, dict) or not isinstance(made_for, dict):
+        settings, made_for, predicted = content["settings"], content.get("made_for", {}), content.get("predicted", {})
+        if not all(isinstance(part, dict) for part in (settings, made_for, predicted)):
             raise ValueError("settings that are no names and values")
         if strange := sorted(set(settings) - set(PLANNED)):
             raise ValueError(f"{strange[0]}, which a plan does not decide")
@@ -82,4 +83,4 @@ def read_plan(path: Path) -> PlanFile:
             expected="a plan.json of `python -m mmjax.plan --output FOLDER`",
             remedy="check the path, or plan again",
         ) from error
-    return PlanFile(path=str(path), settings=settings, made_for=made_for)
+    return PlanFile(path=str(path), settings=settings, made_for=made_for, predicted=predicted)

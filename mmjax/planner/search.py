@@ -11,7 +11,7 @@ from mmjax.planner.adapters import FULL, Tuning
 from mmjax.planner.cost import model_flops_utilisation
 from mmjax.planner.device_order import nested_order, nestings
 from mmjax.planner.hardware import Cluster
-from mmjax.planner.memory import DeviceBytes
+from mmjax.planner.memory import DeviceBytes, bytes_of_shards
 from mmjax.planner.parameters import shards
 from mmjax.planner.step_time import Rates, StepClock, StepTime
 from mmjax.planner.units import format_bytes, format_seconds
@@ -232,12 +232,21 @@ def memory_reason(memory: DeviceBytes, cluster: Cluster) -> str:
     return f"needs {format_bytes(memory.total)} of {format_bytes(cluster.usable_bytes)} a device: {details}"
 
 
+def fits(config: RunConfig, cluster: Cluster, tuning: Tuning = FULL) -> bool:
+    """Whether any plan fits: the smallest micro-batches, nothing kept but the inputs of layers, need least memory."""
+    clock = StepClock(config, cluster, tuning=tuning)
+    for base in _meshes(config, cluster):
+        if not _reason_against_mesh(base):
+            *_, smallest = _micro_batches(base)
+            memory = bytes_of_shards(smallest, shards(clock.arrays_of(base), base.mesh))
+            if memory.total <= cluster.usable_bytes:
+                return True
+    return False
+
+
 def remedies(config: RunConfig, cluster: Cluster, *, tuning: Tuning = FULL) -> list[str]:
     """What would make a run fit that does not: each remedy was tried, and named only if a plan fits then."""
     found = []
-
-    def fits(config: RunConfig, cluster: Cluster, tuning: Tuning) -> bool:
-        return bool(search(config, cluster, tuning=tuning).plans)
 
     if tuning.kind == "lora" and tuning.experts_at_rest != "mxfp4":
         packed = dataclasses.replace(tuning, experts_at_rest="mxfp4")
@@ -270,6 +279,9 @@ def _reason_against_mesh(config: RunConfig) -> str | None:
     faults: Sequence[Fault] = list(mesh_split_faults(config))
     if faults:
         return "; ".join(f"{fault.path} {fault.found}" for fault in faults[:2])
+    moe = config.model.moe
+    if config.mesh.expert > 1 and moe.num_dense_layers >= config.model.num_layers:
+        return "no experts: fsdp splits the same"
     rows, shards = config.data.rows, config.mesh.num_row_shards
     if rows % shards:
         return f"{rows} rows are not a multiple of {shards} (replica x fsdp x expert)"
