@@ -22,10 +22,10 @@ _BEFORE, _BEHIND = 3, 8
 def pictured_rows(model: ModelConfig, image_token: int) -> tuple[Batch, dict[str, np.ndarray]] | None:
     """Two rows of tokens with a picture each, and what a transformers model gets beside the tokens.
 
-    None where the model has no tower, or one that no model of transformers has.
+    None where the model has no tower.
     """
     vision = model.vision
-    if not vision.is_present or vision.kind == "moonvit":
+    if not vision.is_present:
         return None
     random = np.random.default_rng(0)
     budget = max(_MAX_PATCHES, 5 * smallest_picture(vision))

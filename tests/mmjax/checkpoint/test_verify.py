@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from mmjax.checkpoint import verify
@@ -58,6 +59,25 @@ def test_pictures_are_compared_too(make, tmp_path):
     for cells in found:
         values = dict(zip(names, map(float, cells), strict=True))
         assert values["relative to the largest logit"] < 1e-4 and values["same likeliest token"] == 1
+
+
+def test_a_kimi_k3_which_transformers_lacks_is_converted_and_the_comparison_refused(tmp_path, releases, capsys):
+    assert main([str(releases.golden), str(tmp_path / "ours"), "--verify"]) == 2
+    assert "which no class of transformers is" in capsys.readouterr().err
+    assert main([str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "back" / name).read_bytes() == (releases.golden / name).read_bytes()
+
+
+def test_a_table_of_text_alone_says_so_where_the_model_has_a_tower(tmp_path, monkeypatch):
+    config = {"model_type": "llama", **TEXT, "rms_norm_eps": 1e-6}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).save_pretrained(tmp_path / "released")
+    assert main([str(tmp_path / "released"), str(tmp_path / "ours")]) == 0
+    for name in ("_their_logits", "_our_logits"):
+        monkeypatch.setattr(verify, name, lambda *_: [np.ones((3, 48, 40), np.float32)])
+    assert compare(tmp_path / "released", tmp_path / "ours").caption is None
+    monkeypatch.setattr(verify, "read_json", lambda file: {"vision_config": {}})
+    assert compare(tmp_path / "released", tmp_path / "ours").caption.startswith("Text alone")
 
 
 def test_code_that_came_with_weights_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
