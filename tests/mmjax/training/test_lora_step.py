@@ -256,12 +256,29 @@ def test_frozen_routers_keep_their_biases_and_every_factor_has_a_gradient(one_de
     assert all(np.abs(parameters[path] - state.parameters[path]).max() > 0 for path in parameters)
 
 
-def test_replicas_of_factors_stay_bitwise_equal_and_nothing_else_moves(make_batch):
+@pytest.mark.parametrize(
+    ("mesh_config", "accumulation"),
+    [
+        pytest.param(FSDP_TENSOR_EXPERT, 1, id="fsdp=2,tensor=2,expert=2"),
+        pytest.param(FSDP_EXPERT, 1, id="fsdp=2,expert=4", marks=slow),
+        pytest.param(TENSOR_EXPERT, 1, id="tensor=2,expert=4", marks=slow),
+        pytest.param(MeshConfig(fsdp=8), 1, id="fsdp=8", marks=slow),
+        pytest.param(MeshConfig(expert=8), 1, id="expert=8", marks=slow),
+        pytest.param(MeshConfig(replica=8), 1, id="replica=8", marks=slow),
+        pytest.param(MeshConfig(replica=2, fsdp=2, expert=2), 2, id="replica=2,fsdp=2,expert=2", marks=slow),
+        pytest.param(MeshConfig(replica=2, tensor=2, expert=2), 1, id="replica=2,tensor=2,expert=2", marks=slow),
+        pytest.param(MeshConfig(context=2, fsdp=2, expert=2), 1, id="context=2,fsdp=2,expert=2", marks=slow),
+        pytest.param(MeshConfig(context=2, replica=2, tensor=2), 1, id="context=2,replica=2,tensor=2", marks=slow),
+        pytest.param(MeshConfig(pipe=2, fsdp=2, expert=2), 2, id="pipe=2,fsdp=2,expert=2", marks=slow),
+        pytest.param(MeshConfig(pipe=2, replica=2, tensor=2), 2, id="pipe=2,replica=2,tensor=2", marks=slow),
+    ],
+)
+def test_replicas_of_factors_stay_bitwise_equal_and_nothing_else_moves(make_batch, mesh_config, accumulation):
     """float32, where sums in another order would differ; six steps of a small model, all of it split."""
     moe = dataclasses.replace(MODEL.moe, num_dense_layers=0, expert_storage="mxfp4")
     model = dataclasses.replace(
         MODEL,
-        num_layers=1,
+        num_layers=mesh_config.pipe,
         full_attention_layers=(),
         residual="plain",
         vision=VisionConfig(num_layers=0),
@@ -269,8 +286,16 @@ def test_replicas_of_factors_stay_bitwise_equal_and_nothing_else_moves(make_batc
         compute_dtype="float32",
         moe=moe,
     )
-    config = RunConfig(model=model, lora=LoraConfig(rank=2, alpha=6.0, experts="shared_down"))
-    mesh, batch = make_mesh(FSDP_TENSOR_EXPERT), make_batch(model, rows=4, row_tokens=12)
+    if mesh_config.pipe > 1:
+        model = dataclasses.replace(model, pipeline_stages=(1,) * mesh_config.pipe)
+    config = RunConfig(
+        model=model,
+        lora=LoraConfig(rank=2, alpha=6.0, experts="shared_down"),
+        mesh=mesh_config,
+        training=TrainingConfig(accumulation=accumulation),
+    )
+    rows = accumulation * max(4, mesh_config.num_row_shards)
+    mesh, batch = make_mesh(mesh_config), make_batch(model, rows=rows, row_tokens=12)
     state = random_state(config, mesh)
     frozen, biases, before = jax.device_get((state.frozen, state.router_biases, state.parameters))
     step, placed = make_train_step(config, mesh), place_batch(batch, mesh)
