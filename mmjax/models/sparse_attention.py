@@ -120,7 +120,7 @@ class LatentAttention(nnx.Module):
             index_query, index_key, head_weight = self.indexer(inputs, query_inputs, positions)
             latent, shared_key, index_key = context.gather_positions(latent, shared_key, index_key)
             index = index_query, index_key, head_weight
-        indices = None
+        indices = log_sums = None
         if index is not None and config.indexer.stage == "sparse" and latent.shape[1] > config.indexer.top_k:
             indices = select_keys(*index, segment_ids, places, top_k=config.indexer.top_k, query_chunk_tokens=chunk)
             # Saved, never decided again: a recomputed score could round to another choice.
@@ -136,7 +136,7 @@ class LatentAttention(nnx.Module):
         else:
             query = self._absorbed(nope_query, shared_query)
             key = jnp.concatenate([latent, shared_key], axis=-1)
-            mixed = selected_attention(
+            mixed, log_sums = selected_attention(
                 query, key, indices, scale=scale, value_width=config.latent_width, query_chunk_tokens=chunk
             )
             mixed, key = project("bshr,rhv->bshv", mixed, self.value_up), key[:, :, None]
@@ -150,6 +150,7 @@ class LatentAttention(nnx.Module):
                 segment_ids,
                 indices,
                 places,
+                log_sums,
                 scale=scale,
                 head_axis=TENSOR,
                 query_chunk_tokens=chunk,
@@ -180,7 +181,7 @@ class LatentAttention(nnx.Module):
             indices = select_cached_keys(
                 index_query, index_key, head_weight, slots, top_k=top_k, query_chunk_tokens=chunk
             )
-            mixed = selected_attention(
+            mixed, _ = selected_attention(
                 query, key, indices, scale=scale, value_width=config.latent_width, query_chunk_tokens=chunk
             )
         mixed = project("bshr,rhv->bshv", mixed, self.value_up)

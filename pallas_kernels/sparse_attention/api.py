@@ -1,13 +1,16 @@
 """Attention of packed documents, and DeepSeek sparse attention: selection of keys, attention over them, its loss."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sparse_attention import reference, xla
+from pallas_kernels import launcher
+from pallas_kernels.sparse_attention import hopper, reference, xla
 
-Implementation = Literal["auto", "xla", "reference"]
+Implementation = Literal["auto", "pallas", "xla", "reference"]
+PlainImplementation = Literal["auto", "xla", "reference"]
 
 
 def attention(
@@ -20,7 +23,7 @@ def attention(
     scale: float,
     is_causal: bool = True,
     query_chunk_tokens: int = 512,
-    implementation: Implementation = "auto",
+    implementation: PlainImplementation = "auto",
 ) -> Float[Array, "B Q H V"]:
     """Softmax attention inside each document of a row.
 
@@ -61,17 +64,27 @@ def select_keys(
     query_chunk_tokens: int = 512,
     implementation: Implementation = "auto",
 ) -> Int[Array, "B Q {top_k}"]:
-    """The `top_k` keys with the highest index score, best first, among those of the query's document up to itself.
+    """The `top_k` keys with the highest index score among those of the query's document up to itself, in their order.
 
         score[t, s] = sum_j head_weight[t, j] relu(K^-1/2 index_query[t, j] . index_key[s])
 
-    Keys are counted along the row, int32; -1 fills the slots of a query that has fewer keys, all slots of padding
-    (segment 0). The queries are those of all tokens, or of the tokens at `query_positions` of each row. Of equal scores
-    the earlier key wins. Scores are in at least float32. No gradient.
+    Keys are counted along the row, int32, ascending; then -1 fills the slots of a query that has fewer keys, all slots
+    of padding (segment 0). The queries are those of all tokens, or of the tokens at `query_positions` of each row. Of
+    equal scores the earlier key wins. Scores are in at least float32. No gradient. `pallas` holds the scores of as many
+    queries as make 2^26 of them.
+
+    Raises:
+      ValueError: `pallas` is asked for and cannot take these arguments; the message says why.
 
     Source: lightning indexer, DeepSeek-V3.2-Exp report, section 2.1.
     """
     index_query, index_key, head_weight = lax.stop_gradient((index_query, index_key, head_weight))
+    reason = hopper.reason_against_selection(index_query, index_key, top_k)
+    implementation = _choose("select_keys", implementation, reason)
+    if implementation == "pallas":
+        places = reference.places_of_queries(segment_ids, query_positions)
+        ranges = reference.key_ranges(segment_ids, *places)
+        return hopper.select_keys(index_query, index_key, head_weight, *ranges, top_k)
     if implementation == "reference":
         return reference.select_keys(index_query, index_key, head_weight, segment_ids, query_positions, top_k=top_k)
     return xla.select_keys(
@@ -93,7 +106,7 @@ def cached_attention(
     *,
     scale: float,
     query_chunk_tokens: int = 512,
-    implementation: Implementation = "auto",
+    implementation: PlainImplementation = "auto",
 ) -> Float[Array, "B Q H V"]:
     """Softmax attention of a row's newest tokens over a cache that holds the keys of that row by their position.
 
@@ -118,12 +131,25 @@ def select_cached_keys(
     implementation: Implementation = "auto",
 ) -> Int[Array, "B Q {top_k}"]:
     """As `select_keys`, among the keys of a cache (see `cached_attention`) up to each token's position."""
+    reason = hopper.reason_against_selection(index_query, index_key, top_k)
+    implementation = _choose("select_cached_keys", implementation, reason)
+    if implementation == "pallas":
+        first = jnp.zeros_like(positions)
+        return hopper.select_keys(index_query, index_key, head_weight, first, positions + 1, top_k)
     if implementation == "reference":
         mask = reference.cache_mask(positions, index_key.shape[1])
         return reference.best_keys(reference.index_scores(index_query, index_key, head_weight), mask, top_k)
     return xla.select_cached_keys(
         index_query, index_key, head_weight, positions, top_k=top_k, query_chunk_tokens=query_chunk_tokens
     )
+
+
+class Selected(NamedTuple):
+    """What attention over selected keys gives."""
+
+    mixed: Float[Array, "B Q H V"]
+    log_sums: Float[Array, "B Q H"]
+    """Natural logarithms of the sums of exponentials, in at least float32; 0 without keys. No gradient."""
 
 
 def selected_attention(
@@ -133,23 +159,35 @@ def selected_attention(
     *,
     scale: float,
     value_width: int,
+    is_deterministic: bool = False,
     query_chunk_tokens: int = 512,
     implementation: Implementation = "auto",
-) -> Float[Array, "B Q H {value_width}"]:
+) -> Selected:
     """Attention over selected keys in absorbed form: all heads share one key, whose first part is the value.
 
-        out[t, h] = sum_i softmax_i(scale * query[t, h] . latent[indices[t, i]]) latent[indices[t, i], :value_width]
+        mixed[t, h] = sum_i softmax_i(scale * query[t, h] . latent[indices[t, i]]) latent[indices[t, i], :value_width]
 
     Holes (index -1) are left out; a query with holes only gives zeros. Indices of a query are distinct. Scores, softmax
     and sums are in at least float32, the result in the dtype of `query`. `xla` gathers the latents of
-    `query_chunk_tokens` queries at a time.
+    `query_chunk_tokens` queries at a time. The latents' gradient adds up over queries; in `pallas` in whatever order
+    they come, or, if `is_deterministic`, in integers, bitwise the same every time.
+
+    Raises:
+      ValueError: `pallas` is asked for and cannot take these arguments; the message says why.
 
     Source: DeepSeek-V3.2-Exp report, section 2.1; absorbed form, DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
     """
-    if implementation == "reference":
-        return reference.selected_attention(query, latent, indices, scale=scale, value_width=value_width)
-    return xla.selected_attention(
-        query, latent, indices, scale=scale, value_width=value_width, query_chunk_tokens=query_chunk_tokens
+    reason = hopper.reason_against_attention(query, latent, value_width)
+    match _choose("selected_attention", implementation, reason):
+        case "pallas":
+            options = hopper.Options(scale, value_width, is_deterministic)
+            return Selected(*hopper.selected_attention(options, query, latent, indices))
+        case "reference":
+            return Selected(*reference.selected_attention(query, latent, indices, scale=scale, value_width=value_width))
+    return Selected(
+        *xla.selected_attention(
+            query, latent, indices, scale=scale, value_width=value_width, query_chunk_tokens=query_chunk_tokens
+        )
     )
 
 
@@ -162,6 +200,7 @@ def indexer_loss(
     segment_ids: Int[Array, "B S"],
     indices: Int[Array, "B Q N"] | None = None,
     query_positions: Int[Array, " Q"] | None = None,
+    log_sums: Float[Array, "B Q H"] | None = None,
     *,
     scale: float,
     head_axis: str | None = None,
@@ -177,15 +216,48 @@ def indexer_loss(
     over those too, and `key` has one head (the latents). The gradient of `score` is softmax(score) - p; `query` and
     `key` get none. In at least float32. The queries are those of all tokens, or of the tokens at `query_positions` of
     each row. Where the heads are split over a mesh axis, `head_axis` names it: the sum over heads then covers all.
+    `log_sums` of `selected_attention` spare `pallas` a pass over the selected keys. Without `indices` there is no
+    `pallas`.
 
     Raises:
-      ValueError: `indices` are given and `key` has more than one head.
+      ValueError: `indices` are given and `key` has more than one head; or `pallas` is asked for and cannot take these
+        arguments; the message says why.
 
     Source: DeepSeek-V3.2-Exp report, section 2.1.1.
     """
     if indices is not None and key.shape[2] != 1:
         raise ValueError(f"selected keys are latents that all heads share; got {key.shape[2]} key heads, give 1")
+    if indices is None:
+        reason = "takes selected keys only"
+    else:
+        reason = hopper.reason_against_loss(index_query, index_key, query, key)
+    implementation = _choose("indexer_loss", implementation, reason)
+    if implementation == "pallas":
+        latent = key[:, :, 0]
+        return hopper.indexer_loss(
+            index_query,
+            index_key,
+            head_weight,
+            query,
+            latent,
+            indices,
+            log_sums,
+            scale=scale,
+            head_axis=head_axis,
+        )
     arrays = (index_query, index_key, head_weight, query, key, segment_ids, indices, query_positions)
     if implementation == "reference":
         return reference.indexer_loss(*arrays, scale=scale, head_axis=head_axis)
     return xla.indexer_loss(*arrays, scale=scale, head_axis=head_axis, query_chunk_tokens=query_chunk_tokens)
+
+
+def _choose(
+    operation: str, implementation: Implementation, reason: str | None
+) -> Literal["pallas", "xla", "reference"]:
+    """The implementation to use, where `reason` speaks against the kernels."""
+    if implementation == "auto":
+        launcher.log_once(f"{operation}: {'pallas' if reason is None else f'xla (pallas {reason})'}")
+        return "pallas" if reason is None else "xla"
+    if implementation == "pallas" and reason is not None:
+        raise ValueError(f"implementation 'pallas' of {operation} {reason}; 'auto' takes one that can")
+    return implementation

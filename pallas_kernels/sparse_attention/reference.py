@@ -74,6 +74,17 @@ def kl_divergence(target: jax.Array, logits: jax.Array, mask: jax.Array) -> jax.
     return jnp.sum(jax.scipy.special.xlogy(target, target) - target * predicted, axis=-1)
 
 
+def key_ranges(
+    segment_ids: jax.Array, query_segments: jax.Array, query_positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """int32 [B, Q] each: the first key of a query's document, and the key behind the query; the same for padding."""
+    position = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
+    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+    starts = lax.cummax(jnp.where(segment_ids != before, position, 0), axis=1)
+    first = jnp.take_along_axis(starts, query_positions, axis=1)
+    return first, jnp.where(query_segments != 0, query_positions + 1, first)
+
+
 def selection_mask(indices: jax.Array, num_keys: int) -> jax.Array:
     """[B, S, k] -> [B, S, num_keys]: which keys are selected. Holes (-1) select none."""
     return (indices[..., None] == jnp.arange(num_keys, dtype=indices.dtype)[None, None, None]).any(axis=2)
@@ -107,18 +118,32 @@ def select_keys(
 
 
 def best_keys(scores: jax.Array, mask: jax.Array, top_k: int) -> jax.Array:
-    """[B, Q, S], [B, Q, S] -> int32 [B, Q, top_k], best first, -1 in what is left."""
+    """[B, Q, S], [B, Q, S] -> int32 [B, Q, top_k], ascending, -1 in what is left."""
     scores = jnp.where(mask, scores, -jnp.inf)
     order = jnp.argsort(scores, axis=-1, stable=True, descending=True)[..., :top_k]
-    selected = jnp.where(jnp.take_along_axis(mask, order, axis=-1), order, -1).astype(jnp.int32)
+    return in_order(order, jnp.take_along_axis(mask, order, axis=-1), top_k)
+
+
+def in_order(order: jax.Array, is_key: jax.Array, top_k: int) -> jax.Array:
+    """int32 [B, Q, top_k]: those of `order` [B, Q, N] that are keys, ascending, then -1."""
+    last = jnp.iinfo(jnp.int32).max
+    selected = jnp.sort(jnp.where(is_key, order, last).astype(jnp.int32), axis=-1)
+    selected = jnp.where(selected == last, -1, selected)
     return jnp.pad(selected, ((0, 0), (0, 0), (0, top_k - selected.shape[-1])), constant_values=-1)
 
 
 def selected_attention(
     query: jax.Array, latent: jax.Array, indices: jax.Array, *, scale: float, value_width: int
-) -> jax.Array:
-    key = latent[:, :, None]
-    return attend(query, key, key[..., :value_width], selection_mask(indices, latent.shape[1]), scale)
+) -> tuple[jax.Array, jax.Array]:
+    key, mask = latent[:, :, None], selection_mask(indices, latent.shape[1])
+    scores = scale * jnp.einsum("bqhk,bsk->bqhs", widen(query), widen(latent))
+    return attend(query, key, key[..., :value_width], mask, scale), log_sums(scores, mask[:, :, None])
+
+
+def log_sums(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """Logarithms of the sums of exponentials over the last axis among the entries of `mask`, 0 if there are none."""
+    sums = jax.nn.logsumexp(jnp.where(mask, scores, jnp.finfo(scores.dtype).min), axis=-1)
+    return lax.stop_gradient(jnp.where(mask.any(axis=-1), sums, 0))
 
 
 def indexer_loss(

@@ -1,6 +1,7 @@
 """Attention and its indexer in plain JAX: blocks of queries one after the other, selected keys gathered."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ from pallas_kernels.sparse_attention import reference
 from pallas_kernels.sparse_attention.reference import widen
 
 
-def _over_query_blocks(function: Callable[..., jax.Array], chunk_tokens: int, *arrays: jax.Array) -> jax.Array:
-    """`function(*blocks)` on blocks of the arrays' second axis [B, Q, ...], results joined.
+def _over_query_blocks(function: Callable[..., Any], chunk_tokens: int, *arrays: jax.Array) -> Any:
+    """The array or arrays `function(*blocks)` on blocks of the arrays' second axis [B, Q, ...], results joined.
 
     Each block is computed again in the backward pass, so that the scores of one block only exist at a time.
     """
@@ -27,8 +28,12 @@ def _over_query_blocks(function: Callable[..., jax.Array], chunk_tokens: int, *a
 
     recomputed = jax.checkpoint(lambda block: function(*block), prevent_cse=False)
     blocks = lax.map(recomputed, tuple(map(split, arrays)))
-    joined = jnp.moveaxis(blocks, 0, 1)
-    return joined.reshape(rows, num_blocks * block_tokens, *joined.shape[3:])[:, :tokens]
+
+    def join(blocks: jax.Array) -> jax.Array:
+        joined = jnp.moveaxis(blocks, 0, 1)
+        return joined.reshape(rows, num_blocks * block_tokens, *joined.shape[3:])[:, :tokens]
+
+    return jax.tree.map(join, blocks)
 
 
 def _gather(array: jax.Array, indices: jax.Array) -> jax.Array:
@@ -77,11 +82,9 @@ def select_keys(
 
 
 def _best_keys(scores: jax.Array, mask: jax.Array, top_k: int) -> jax.Array:
-    """[B, Q, S], [B, Q, S] -> int32 [B, Q, top_k], best first, -1 in what is left."""
-    num_taken = min(top_k, scores.shape[-1])
-    best, selected = lax.top_k(jnp.where(mask, scores, -jnp.inf), num_taken)
-    selected = jnp.where(best == -jnp.inf, -1, selected).astype(jnp.int32)
-    return jnp.pad(selected, ((0, 0), (0, 0), (0, top_k - num_taken)), constant_values=-1)
+    """[B, Q, S], [B, Q, S] -> int32 [B, Q, top_k], ascending, -1 in what is left."""
+    best, selected = lax.top_k(jnp.where(mask, scores, -jnp.inf), min(top_k, scores.shape[-1]))
+    return reference.in_order(selected, best != -jnp.inf, top_k)
 
 
 def cached_attention(
@@ -123,20 +126,21 @@ def selected_attention(
     scale: float,
     value_width: int,
     query_chunk_tokens: int,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     latent = widen(latent)
 
     def block(query, indices):
         selected = _gather(latent, indices)
-        weights = _selected_probabilities(query, selected, indices, scale)
-        return jnp.einsum("bqhs,bqsr->bqhr", weights, selected[..., :value_width]).astype(query.dtype)
+        scores, mask = _selected_scores(query, selected, scale), (indices >= 0)[:, :, None]
+        weights = reference.masked_softmax(scores, mask)
+        mixed = jnp.einsum("bqhs,bqsr->bqhr", weights, selected[..., :value_width]).astype(query.dtype)
+        return mixed, reference.log_sums(scores, mask)
 
     return _over_query_blocks(block, query_chunk_tokens, query, indices)
 
 
-def _selected_probabilities(query: jax.Array, selected: jax.Array, indices: jax.Array, scale: float) -> jax.Array:
-    scores = scale * jnp.einsum("bqhk,bqsk->bqhs", widen(query), selected)
-    return reference.masked_softmax(scores, (indices >= 0)[:, :, None])
+def _selected_scores(query: jax.Array, selected: jax.Array, scale: float) -> jax.Array:
+    return scale * jnp.einsum("bqhk,bqsk->bqhs", widen(query), selected)
 
 
 def indexer_loss(
@@ -166,7 +170,8 @@ def indexer_loss(
         return divergence(target, reference.index_scores(index_query, index_key, head_weight), mask)
 
     def selected_block(index_query, head_weight, query, indices):
-        target = _selected_probabilities(query, _gather(key[:, :, 0], indices), indices, scale).sum(axis=2)
+        scores = _selected_scores(query, _gather(key[:, :, 0], indices), scale)
+        target = reference.masked_softmax(scores, (indices >= 0)[:, :, None]).sum(axis=2)
         products = jnp.einsum("bqjk,bqsk->bqjs", widen(index_query), _gather(index_key, indices))
         scaled = jax.nn.relu(index_query.shape[-1] ** -0.5 * products)
         return divergence(target, jnp.einsum("bqj,bqjs->bqs", widen(head_weight), scaled), indices >= 0)

@@ -94,7 +94,7 @@ def test_absorbed_and_expanded_attention_are_the_same():
             jnp.asarray(np.where(is_seen, every_key, -1)),
             scale=1 / 3,
             value_width=6,
-        )
+        ).mixed
         absorbed = np.einsum("bshr,rhv->bshv", mixed, value_up)
     np.testing.assert_allclose(absorbed, expanded, rtol=1e-10, atol=1e-12)
 

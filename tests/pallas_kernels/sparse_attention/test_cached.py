@@ -57,6 +57,6 @@ def test_the_newest_tokens_select_the_keys_that_they_select_in_the_whole_row(imp
         found = select_cached_keys(new_query, arrays[1], new_weight, jnp.asarray(POSITIONS), **options)
         np.testing.assert_array_equal(found, np.where((POSITIONS >= 0)[..., None], newest(expected), -1))
         options = {"scale": 0.4, "value_width": 3, "implementation": implementation}
-        whole = selected_attention(jnp.asarray(query), jnp.asarray(latent), expected, **options)
-        mixed = selected_attention(jnp.asarray(newest(query)), jnp.asarray(latent), found, **options)
+        whole = selected_attention(jnp.asarray(query), jnp.asarray(latent), expected, **options).mixed
+        mixed = selected_attention(jnp.asarray(newest(query)), jnp.asarray(latent), found, **options).mixed
     np.testing.assert_allclose(mixed, newest(whole), rtol=0, atol=1e-13)

@@ -1,0 +1,217 @@
+"""Sparse attention by Hopper's kernels: rows laid end to end, gradients, and what the kernels cannot take."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import launcher
+from pallas_kernels.sparse_attention import hopper_backward, hopper_forward, hopper_scores, selected_loss, top_k
+from pallas_kernels.sparse_attention.gathering import BLOCK
+from pallas_kernels.sparse_attention.hopper_target import summed_probabilities
+
+SCORES = 2**26
+"""Index scores that exist at one time: 256 MiB."""
+
+
+def reason_against_attention(query: Any, latent: Any, value_width: int) -> str | None:
+    """Why the kernels cannot attend from `query` [..., H, L] to `latent` [..., L]; None if they can."""
+    width = latent.shape[-1]
+    if not launcher.is_hopper():
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if query.dtype != jnp.bfloat16 or latent.dtype != jnp.bfloat16:
+        return f"needs bfloat16 queries and latents, got {query.dtype} and {latent.dtype}"
+    if width != value_width + BLOCK or value_width not in (128, 256, 512):
+        return f"needs latents of 64 more than 128, 256 or 512 value columns, got {width} and {value_width}"
+    if query.shape[-2] % 8:
+        return f"needs a multiple of 8 heads, got {query.shape[-2]}"
+    return None
+
+
+def reason_against_selection(index_query: Any, index_key: Any, num_selected: int) -> str | None:
+    """Why the kernels cannot select keys for `index_query` [..., J, K]; None if they can."""
+    num_heads, width = index_query.shape[-2:]
+    if not launcher.is_hopper():
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if index_query.dtype != jnp.bfloat16 or index_key.dtype != jnp.bfloat16:
+        return f"needs bfloat16 index queries and keys, got {index_query.dtype} and {index_key.dtype}"
+    if width not in (64, 128) or num_heads not in (8, 16, 32, 64, 128):
+        return f"needs 8, 16, 32, 64 or 128 index heads of width 64 or 128, got {num_heads} of {width}"
+    if num_selected & (num_selected - 1) or not 64 <= num_selected <= 4096:
+        return f"needs a number of selected keys that is a power of two from 64 to 4096, got {num_selected}"
+    return None
+
+
+def reason_against_loss(index_query: Any, index_key: Any, query: Any, latent: Any) -> str | None:
+    """Why the kernels cannot take the indexer's loss over selected keys; None if they can."""
+    if reason := reason_against_attention(query, latent, latent.shape[-1] - BLOCK):
+        return reason
+    if reason := reason_against_selection(index_query, index_key, BLOCK):
+        return reason
+    num_heads = index_query.shape[-2]
+    return None if num_heads >= 16 else f"needs at least 16 index heads, got {num_heads}"
+
+
+class Options(NamedTuple):
+    """What a compiled program depends on beside its arrays."""
+
+    scale: float
+    value_width: int
+    is_deterministic: bool
+
+
+def end_to_end(indices: jax.Array, num_keys: int) -> jax.Array:
+    """[B, Q, N] -> [B * Q, N']: keys numbered over all rows, N' a multiple of 128, filled with holes."""
+    rows, queries, width = indices.shape
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None, None]
+    indices = jnp.where(indices >= 0, indices + row * num_keys, -1).reshape(rows * queries, width)
+    return jnp.pad(indices, ((0, 0), (0, -width % (2 * BLOCK))), constant_values=-1)
+
+
+def selected_attention(
+    options: Options, query: jax.Array, latent: jax.Array, indices: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Output [B, Q, H, V], and natural logarithms of the sums of exponentials [B, Q, H], without gradient."""
+    query, latent, indices = launcher.vary_together(query, latent, indices)
+    rows, queries, num_heads, width = query.shape
+    out, sums = _attend(
+        options, query.reshape(-1, num_heads, width), latent.reshape(-1, width), end_to_end(indices, latent.shape[1])
+    )
+    sums = lax.stop_gradient(sums[:, :num_heads]) * jnp.log(jnp.float32(2))
+    return out.reshape(rows, queries, num_heads, -1), sums.reshape(rows, queries, num_heads)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(options: Options, query, latent, indices):
+    return _forward(options, query, latent, indices)[0]
+
+
+@launcher.traced_once
+def _forward(options: Options, query, latent, indices):
+    scale, value_width, _ = options
+    out, sums = hopper_forward.forward(query, latent, indices, scale=scale, value_width=value_width)
+    return (out, sums), (query, latent, indices, out, sums)
+
+
+@launcher.traced_once
+def _backward(options: Options, kept, gradients):
+    scale, _, is_deterministic = options
+    query, latent, indices, out, sums = kept
+    gradient = gradients[0].astype(query.dtype)
+    inner = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=2)
+    inner = jnp.pad(inner, ((0, 0), (0, sums.shape[1] - inner.shape[1])))
+    unit = None
+    if is_deterministic:
+
+        def longest(array):
+            return jnp.sqrt(jnp.max(jnp.sum(array.astype(jnp.float32) ** 2, axis=-1)))
+
+        # No number of the sum exceeds the largest of one query's parts times the number of queries.
+        largest = longest(gradient) * (1 + 2 * scale * longest(latent) * longest(query)) * query.shape[1]
+        unit = jnp.maximum(largest * query.shape[0] * 2.0**-62, 2.0**-100)[None]
+    query_gradient, latent_gradient = hopper_backward.backward(
+        query, latent, indices, sums, gradient, inner, scale=scale, unit=unit
+    )
+    return query_gradient, latent_gradient.astype(latent.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def select_keys(
+    index_query: jax.Array,
+    index_key: jax.Array,
+    head_weight: jax.Array,
+    first: jax.Array,
+    end: jax.Array,
+    num_selected: int,
+) -> jax.Array:
+    """int32 [B, Q, num_selected]: of the keys from `first` [B, Q] to before `end` the best, ascending, then -1."""
+    arrays = launcher.vary_together(index_query, index_key, head_weight, first, end)
+    return _select(num_selected, *arrays)
+
+
+@launcher.traced_once
+def _select(num_selected: int, index_query, index_key, head_weight, first, end):
+    rows, queries, num_heads, width = index_query.shape
+    num_keys = index_key.shape[1]
+    group = hopper_scores.ROWS // num_heads
+    chunk = min(max(SCORES // num_keys // group, 1) * group, -(-queries // group) * group)
+    chunks = -(-queries // chunk)
+    weight = head_weight.astype(jnp.float32) * width**-0.5
+
+    def cut(array):
+        padding = ((0, 0), (0, chunks * chunk - queries)) + ((0, 0),) * (array.ndim - 2)
+        return jnp.pad(array, padding).reshape(rows * chunks, chunk, *array.shape[2:])
+
+    def block(arguments):
+        number, query, weight, first, end = arguments
+        key = lax.dynamic_index_in_dim(index_key, number // chunks, keepdims=False)
+        scores = hopper_scores.index_scores(query, key, weight, first, end)
+        return top_k.top_k_of_rows(scores, first, end, num_selected, interpret=launcher.is_simulated())
+
+    number = jnp.arange(rows * chunks, dtype=jnp.int32)
+    blocks = [number, *map(cut, (index_query, weight, first, end))]
+    blocks = launcher.vary_together(*blocks)
+    selected = lax.map(block, tuple(blocks)) if rows * chunks > 1 else block([array[0] for array in blocks])
+    return selected.reshape(rows, chunks * chunk, num_selected)[:, :queries]
+
+
+def indexer_loss(
+    index_query: jax.Array,
+    index_key: jax.Array,
+    head_weight: jax.Array,
+    query: jax.Array,
+    latent: jax.Array,
+    indices: jax.Array,
+    sums: jax.Array | None,
+    *,
+    scale: float,
+    head_axis: str | None,
+) -> jax.Array:
+    """KL divergences [B, Q] over selected keys, float32. `sums` [B, Q, H] as `selected_attention` gives them."""
+    query, latent = lax.stop_gradient((query, latent))
+    if sums is None:
+        sums = selected_attention(Options(scale, latent.shape[-1] - BLOCK, False), query, latent, indices)[1]
+    rows, queries, num_heads, width = query.shape
+    num_keys = latent.shape[1]
+    flat_indices = end_to_end(indices, num_keys)
+    sums = lax.stop_gradient(sums).reshape(-1, num_heads) * jnp.log2(jnp.exp(jnp.float32(1)))
+    sums = jnp.pad(sums, ((0, 0), (0, -num_heads % hopper_forward.HEADS)))
+    arrays = launcher.vary_together(query.reshape(-1, num_heads, width), latent.reshape(-1, width), flat_indices, sums)
+    target = jnp.sum(summed_probabilities(*arrays, scale=scale), axis=0)
+    target = jnp.where(arrays[2] >= 0, target, 0)
+    if head_axis is not None:
+        target = lax.psum(target, head_axis)
+    total = jnp.sum(target, axis=1, keepdims=True)
+    target = target / jnp.where(total > 0, total, 1)
+    arrays = launcher.vary_together(
+        index_query.reshape(-1, *index_query.shape[2:]),
+        index_key.reshape(-1, index_key.shape[2]),
+        head_weight.reshape(-1, head_weight.shape[2]).astype(jnp.float32),
+        flat_indices,
+        target,
+    )
+    return _divergence(*arrays).reshape(rows, queries)
+
+
+@jax.custom_vjp
+def _divergence(index_query, index_key, head_weight, indices, target):
+    return _divergence_forward(index_query, index_key, head_weight, indices, target)[0]
+
+
+def _divergence_forward(index_query, index_key, head_weight, indices, target):
+    arrays = index_query, index_key, head_weight, indices, target
+    losses, normals = selected_loss.loss(*arrays, interpret=launcher.is_simulated())
+    return losses, (*arrays, normals)
+
+
+def _divergence_backward(kept, loss_gradient):
+    index_query, index_key, *_ = kept
+    by_query, by_key, by_weight = selected_loss.gradients(*kept, loss_gradient, interpret=launcher.is_simulated())
+    return by_query.astype(index_query.dtype), by_key.astype(index_key.dtype), by_weight, None, None
+
+
+_divergence.defvjp(_divergence_forward, _divergence_backward)

@@ -1,0 +1,308 @@
+"""The Hopper kernels of sparse attention: simulated on a CPU, compiled without a GPU, and on a GPU."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import launcher
+from pallas_kernels.sparse_attention import hopper
+from pallas_kernels.sparse_attention.api import indexer_loss, select_keys, selected_attention
+
+SCALE = 0.07
+
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
+platform_name: "CUDA" device_description_str: "NVIDIA H200"
+runtime_version { major: 13 } dnn_version_info { major: 9 minor: 10 }
+"""
+
+
+def draw_selection(random, queries, keys, num_selected):
+    """Indices [1, Q, N]: of one query none, of one all that fit, of the others some, at any place, none from behind."""
+    indices = np.full((1, queries, num_selected), -1, np.int32)
+    for query in range(queries):
+        seen = keys - queries + query + 1
+        most = min(seen, num_selected)
+        count = (0, most)[query] if query < 2 else int(random.integers(1, most + 1))
+        room = num_selected if query % 2 else max(count, 1)
+        indices[0, query, np.sort(random.permutation(room)[:count])] = random.permutation(seen)[:count]
+    return indices
+
+
+def draw(queries, keys, num_selected, num_heads, value_width=512, index_heads=16, seed=0):
+    """(query, latent, indices), gradient of the output, and the indexer's (query, key, head weight)."""
+    random = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(random.normal(size=shape), jnp.bfloat16)
+
+    width = value_width + 64
+    indices = jnp.asarray(draw_selection(random, queries, keys, num_selected))
+    attention = normal(1, queries, num_heads, width), normal(1, keys, width), indices
+    index = normal(1, queries, index_heads, 128), normal(1, keys, 128), normal(1, queries, index_heads)
+    return attention, normal(1, queries, num_heads, value_width), index
+
+
+def attend(implementation, query, latent, indices, gradient, *, is_deterministic=False):
+    """Output, logarithms of sums, and gradients of query and latent."""
+
+    def run(query, latent):
+        return selected_attention(
+            query,
+            latent,
+            indices,
+            scale=SCALE,
+            value_width=gradient.shape[-1],
+            is_deterministic=is_deterministic,
+            implementation=implementation,
+        )
+
+    result, pull = jax.vjp(run, query, latent)
+    return *result, *pull(result._replace(mixed=gradient, log_sums=jnp.zeros_like(result.log_sums)))
+
+
+def wide(arrays):
+    return [array.astype(jnp.float64) if array.dtype == jnp.bfloat16 else array for array in arrays]
+
+
+def error(found, expected):
+    found, expected = (np.asarray(array, np.float64) for array in (found, expected))
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+def assert_near_definition(found, arrays, gradient):
+    with jax.enable_x64(True):
+        expected = jax.jit(partial(attend, "reference"))(*wide(arrays), *wide([gradient]))
+    assert not np.asarray(found[0], np.float32)[0, 0].any()
+    assert error(found[1], expected[1]) < 1e-5
+    errors = [error(one, other) for one, other in zip(found, expected, strict=True)]
+    assert max(errors) < 6e-3, errors
+
+
+def test_simulated_attention_over_selected_keys_and_its_gradients_are_near_float64():
+    arrays, gradient, _ = draw(3, 190, 130, 8, value_width=128)
+    with launcher.simulated():
+        found = jax.jit(partial(attend, "pallas"))(*arrays, gradient)
+    assert_near_definition(found, arrays, gradient)
+
+
+def test_simulated_selection_is_the_plain_one_but_for_scores_that_rounding_exchanges():
+    random = np.random.default_rng(1)
+    # Small integers: products are exact, many scores are equal.
+    query = jnp.asarray(random.integers(-2, 3, (2, 70, 8, 64)), jnp.bfloat16)
+    key = jnp.asarray(random.integers(-2, 3, (2, 70, 64)), jnp.bfloat16)
+    weight = jnp.asarray(random.integers(-1, 3, (2, 70, 8)), jnp.float32)
+    segments = jnp.asarray(np.repeat([[1, 2, 0], [1, 2, 3]], [2, 66, 2], axis=1), jnp.int32)
+    positions = jnp.arange(66, 70, dtype=jnp.int32)
+
+    def run(implementation, query, weight):
+        return select_keys(query, key, weight, segments, positions, top_k=64, implementation=implementation)
+
+    query, weight = query[:, 66:], weight[:, 66:]
+    with launcher.simulated():
+        found = jax.jit(partial(run, "pallas"))(query, weight)
+    np.testing.assert_array_equal(found, jax.jit(partial(run, "reference"))(query, weight))
+
+
+def loss_by(function, index, indices, gradient):
+    losses, pull = jax.vjp(function, *index)
+    return losses, *pull(gradient.astype(losses.dtype))
+
+
+def test_the_interpreted_loss_over_selected_keys_and_its_gradients_are_near_float64(monkeypatch):
+    (query, latent, indices), _, index = draw(5, 90, 64, 8, value_width=128)
+    random = np.random.default_rng(3)
+    gradient = jnp.asarray(random.normal(size=(1, 5)), jnp.float32)
+    # The target as the definition has it: what comes after it is tested here.
+    monkeypatch.setattr(hopper, "summed_probabilities", _probabilities)
+    segments = jnp.ones((1, 90), jnp.int32)
+
+    def run(implementation, query, latent, *index):
+        options = {"scale": SCALE, "implementation": implementation}
+        positions = jnp.arange(85, 90, dtype=jnp.int32)
+        return indexer_loss(
+            *index, query, latent[:, :, None], segments, indices, positions, jnp.zeros(query.shape[:3]), **options
+        )
+
+    with launcher.simulated():
+        found = loss_by(partial(run, "pallas", query, latent), index, indices, gradient)
+    with jax.enable_x64(True):
+        arrays = wide([query, latent])
+        expected = loss_by(partial(run, "reference", *arrays), wide(index), indices, gradient)
+    assert not np.asarray(found[0])[0, 0]
+    errors = [error(one, other) for one, other in zip(found, expected, strict=True)]
+    assert max(errors) < 6e-3, errors
+
+
+def _probabilities(query, latent, indices, sums, *, scale):
+    from pallas_kernels.sparse_attention import reference
+
+    mask = reference.selection_mask(indices[None], latent.shape[0])
+    probabilities = reference.probabilities(query[None], latent[None, :, None], mask, scale).sum(axis=(1, 2))[0]
+    return jnp.take_along_axis(probabilities, jnp.maximum(indices, 0), axis=1)[None]
+
+
+def test_what_kernels_cannot_take_is_said():
+    (query, latent, indices), _, index = draw(2, 90, 64, 8)
+    with pytest.raises(ValueError, match="needs a Hopper GPU"):
+        selected_attention(query, latent, indices, scale=1.0, value_width=512, implementation="pallas")
+    with launcher.simulated():
+        assert hopper.reason_against_attention(query, latent, 512) is None
+        assert "64 more than" in hopper.reason_against_attention(query, latent, 448)
+        assert "multiple of 8 heads" in hopper.reason_against_attention(query[:, :, :7], latent, 512)
+        assert "bfloat16" in hopper.reason_against_attention(query.astype(jnp.float32), latent, 512)
+        assert hopper.reason_against_selection(*index[:2], 2048) is None
+        assert "power of two" in hopper.reason_against_selection(*index[:2], 2000)
+        assert "index heads" in hopper.reason_against_selection(index[0][:, :, :7], index[1], 2048)
+        assert "at least 16" in hopper.reason_against_loss(index[0][:, :, :8], index[1], query, latent)
+
+
+def test_integers_of_two_words_come_back_as_the_numbers_they_count():
+    from pallas_kernels.sparse_attention.hopper_backward import integers_to_floats
+
+    numbers = np.array([0, 1, -1, 5, -7, 2**31, -(2**31), 2**32 - 1, -(2**40) + 3, 2**50])
+    words = np.stack([numbers & 0xFFFFFFFF, numbers >> 32], axis=-1)
+    words = np.where(words >= 2**31, words - 2**32, words).astype(np.int32)
+    found = integers_to_floats(jnp.asarray(words), jnp.asarray([0.5], jnp.float32))
+    np.testing.assert_allclose(found, numbers / 2, rtol=1e-7)
+
+
+@pytest.mark.slow
+def test_the_sparse_layer_compiles_for_a_gpu_with_heads_split_over_devices():
+    pytest.importorskip("jax_cuda13_plugin")
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2")
+    mesh = Mesh(np.array(topology.devices), ("tensor",))
+    tokens, heads, index_heads = 4096, 192, 32
+
+    def step(query, latent, index_query, index_key, weight, segments):
+        def run(query, latent, index_query, index_key, weight):
+            index, options = (index_query, index_key, weight), {"implementation": "pallas"}
+            indices = select_keys(*index, segments, top_k=2048, **options)
+            options["scale"] = SCALE
+            mixed, sums = selected_attention(query, latent, indices, value_width=512, **options)
+            losses = indexer_loss(
+                *index, query, latent[:, :, None], segments, indices, None, sums, head_axis="tensor", **options
+            )
+            return jax.lax.psum(mixed.astype(jnp.float32).sum(), "tensor") + losses.sum()
+
+        return jax.grad(run, argnums=range(5))(query, latent, index_query, index_key, weight)
+
+    split, own = PartitionSpec(None, None, "tensor"), PartitionSpec()
+    shapes = [(1, tokens, heads, 576), (1, tokens, 576), (1, tokens, index_heads, 128), (1, tokens, 128)]
+    shapes += [(1, tokens, index_heads), (1, tokens)]
+    dtypes, specs = [jnp.bfloat16] * 4 + [jnp.float32, jnp.int32], [split, *[own] * 5]
+    step = jax.shard_map(step, mesh=mesh, in_specs=tuple(specs), out_specs=(split, *[own] * 4), check_vma=True)
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in zip(shapes, dtypes, specs, strict=True)
+    ]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(step).lower(*arrays).compile()
+    text = compiled.as_text()
+    for kernel in ("index_scores", "selected_attention", "selected_attention_backward", "summed_probabilities"):
+        assert f"{kernel}_mosaic_gpu" in text
+    # Nothing as large as the scores of all queries for every head, nor as their gathered keys.
+    assert compiled.memory_analysis().temp_size_in_bytes < tokens * 2048 * 128 * 2
+
+
+def fill_free_memory_with_nan():
+    """What a kernel leaves unwritten is then seen."""
+    jax.block_until_ready(jnp.full((2**29,), jnp.nan))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
+@pytest.mark.parametrize("num_heads", [8, 64, 96, 128])
+def test_attention_over_selected_keys_and_its_gradients_are_near_float64_on_a_gpu(num_heads):
+    arrays, gradient, _ = draw(200, 3000 if num_heads == 64 else 300, 2048, num_heads)
+    step = jax.jit(partial(attend, "pallas")).lower(*arrays, gradient).compile()
+    fill_free_memory_with_nan()
+    assert_near_definition(step(*arrays, gradient), arrays, gradient)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
+def test_gradients_summed_in_integers_are_bitwise_repeatable_on_a_gpu():
+    arrays, gradient, _ = draw(300, 300, 256, 96)
+    step = jax.jit(partial(attend, "pallas", is_deterministic=True)).lower(*arrays, gradient).compile()
+    fill_free_memory_with_nan()
+    found, again = (step(*arrays, gradient) for _ in range(2))
+    for first, second in zip(found, again, strict=True):
+        np.testing.assert_array_equal(first, second)
+    assert_near_definition(found, arrays, gradient)
+
+
+def draw_segments(lengths, padding):
+    return np.concatenate([np.repeat(np.arange(1, len(lengths) + 1), lengths), np.zeros(padding)]).astype(np.int32)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
+@pytest.mark.parametrize("index_heads", [8, 32, 64, 128])
+@pytest.mark.parametrize("is_exact", [True, False], ids=["equal scores", "normal"])
+def test_selected_keys_on_a_gpu_are_the_best_of_the_own_document(index_heads, is_exact):
+    # Documents of every length around the number of keys.
+    segments = draw_segments([2047, 2048, 2049, 1, 2, 2100, 127, 128, 129], 33)[None]
+    given_segments = jnp.asarray(segments)
+    random, tokens = np.random.default_rng(5), segments.shape[1]
+    kind = (lambda *s: random.integers(-2, 3, s)) if is_exact else (lambda *s: random.normal(size=s))
+    index = [jnp.asarray(kind(1, tokens, *s), jnp.bfloat16) for s in ((index_heads, 128), (128,), (index_heads,))]
+    positions = jnp.asarray(np.concatenate([np.arange(0, 60), np.arange(2000, tokens, 7)]), jnp.int32)
+    query, weight = index[0][:, positions], index[2][:, positions]
+
+    def run(implementation):
+        return jax.jit(lambda *a: select_keys(*a, given_segments, positions, top_k=2048, implementation=implementation))(
+            query, index[1], weight
+        )
+
+    with jax.default_matmul_precision("highest"):
+        found, expected = np.asarray(run("pallas"))[0], np.asarray(run("xla"))[0]
+    own, last = segments[0, positions], np.asarray(positions)
+    for row in range(len(found)):
+        keys = found[row][found[row] >= 0]
+        assert (np.diff(keys) > 0).all() and (segments[0, keys] == own[row]).all() and (keys <= last[row]).all()
+        assert len(keys) == (expected[row] >= 0).sum()
+        shared = len(np.intersect1d(keys, expected[row][expected[row] >= 0]))
+        # Of many thousand scores neighbours differ by less than float32's rounding of sums in another order.
+        assert shared == len(keys) if is_exact else shared >= 0.999 * len(keys)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
+@pytest.mark.parametrize(("num_heads", "index_heads"), [(64, 64), (96, 32), (8, 16)])
+def test_the_loss_over_selected_keys_and_its_gradients_are_near_float64_on_a_gpu(num_heads, index_heads):
+    (query, latent, indices), _, index = draw(200, 2500, 2048, num_heads, index_heads=index_heads)
+    gradient = jnp.asarray(np.random.default_rng(6).normal(size=(1, 200)), jnp.float32)
+    segments, positions = jnp.ones((1, 2500), jnp.int32), jnp.arange(2300, 2500, dtype=jnp.int32)
+
+    def run(implementation, query, latent, *index):
+        options = {"scale": SCALE, "implementation": implementation}
+        return indexer_loss(*index, query, latent[:, :, None], segments, indices, positions, **options)
+
+    def step(index):
+        return loss_by(partial(run, "pallas", query, latent), index, indices, gradient)
+
+    compiled = jax.jit(step).lower(index).compile()
+    fill_free_memory_with_nan()
+    found = compiled(index)
+    with jax.enable_x64(True):
+        arrays = wide([query, latent])
+        expected = jax.jit(lambda index: loss_by(partial(run, "reference", *arrays), index, indices, gradient))(
+            wide(index)
+        )
+    assert not np.asarray(found[0])[0, 0]
+    errors = [error(one, other) for one, other in zip(found, expected, strict=True)]
+    assert max(errors) < 8e-3, errors
