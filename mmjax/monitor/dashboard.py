@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 ROWS, COLUMNS = 4, 6
 RIGHT, WRONG, MUTED, INK = "#1a8f4c", "#cf3a32", "#9aa3ad", "#22272e"
 _WIDTH_INCHES, _HEIGHT_INCHES, _DOTS_PER_INCH = 18.0, 10.5, 100
-_QUESTION_COLUMNS = 26
+_QUESTION_COLUMNS, _ANSWER_COLUMNS = 26, 15
 
 
 @dataclass(frozen=True)
@@ -75,30 +75,27 @@ def _draw_card(axes: Axes, answer: AnsweredQuestion) -> None:
     axes.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[])
     for side in axes.spines.values():
         side.set(color=color, linewidth=2.5)
-    picture = axes.inset_axes((0.06, 0.4, 0.88, 0.55))
+    picture = axes.inset_axes((0.06, 0.44, 0.88, 0.52))
     picture.axis("off")
     if answer.picture is not None:
         top = 255 if answer.picture.dtype == np.uint8 else 1.0
-        picture.imshow(answer.picture, cmap="gray", vmin=0, vmax=top, interpolation="nearest")
+        picture.imshow(answer.picture, cmap="gray", vmin=0, vmax=top, interpolation="nearest", aspect=_aspect(answer))
     lines = textwrap.wrap(answer.question, _QUESTION_COLUMNS, max_lines=3, placeholder=" …")
     axes.text(
-        0.5, 0.365, "\n".join(lines), ha="center", va="top", fontsize=8.5, color=INK, linespacing=1.1, parse_math=False
+        0.5, 0.42, "\n".join(lines), ha="center", va="top", fontsize=8.5, color=INK, linespacing=1.1, parse_math=False
     )
-    axes.add_patch(Rectangle((0, 0), 1, 0.13, color=color, alpha=0.14, linewidth=0))
-    given = textwrap.shorten(repr(answer.given)[1:-1], 14, placeholder="…") or "(nothing)"
-    reference = textwrap.shorten(answer.reference, 14, placeholder="…")
-    axes.text(0.05, 0.06, f"right {reference}", va="center", fontsize=9.5, color=INK, parse_math=False)
-    axes.text(
-        0.95,
-        0.06,
-        f"given {given}",
-        va="center",
-        ha="right",
-        fontsize=9.5,
-        color=color,
-        weight="bold",
-        parse_math=False,
-    )
+    axes.add_patch(Rectangle((0, 0), 1, 0.2, color=color, alpha=0.14, linewidth=0))
+    given = textwrap.shorten(repr(answer.given)[1:-1], _ANSWER_COLUMNS, placeholder="…") or "(nothing)"
+    reference = textwrap.shorten(answer.reference, _ANSWER_COLUMNS, placeholder="…")
+    axes.text(0.05, 0.15, f"right {reference}", va="center", fontsize=9, color=INK, parse_math=False)
+    axes.text(0.05, 0.055, f"given {given}", va="center", fontsize=9, color=color, weight="bold", parse_math=False)
+
+
+def _aspect(answer: AnsweredQuestion) -> str:
+    """Long, thin pictures, as spectrograms are, fill their place."""
+    assert answer.picture is not None
+    height, width = answer.picture.shape[:2]
+    return "equal" if 1 / 4 < width / height < 4 else "auto"
 
 
 def _draw_curves(axes: Axes, losses: Sequence[tuple[int, float | None]], scores: Sequence[tuple[int, float]]) -> None:
