@@ -18,19 +18,16 @@ def attention_residual(
     *,
     epsilon: float,
     is_live: Bool[Array, ""] | Bool[Array, " Z"] | None = None,
-    output_scale: Float[Array, " D"] | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "*T D"]:
     """Mix Z sources over depth, token by token.
 
         score[z, t] = sum_d source[z, t, d] / sqrt(mean_d source[z, t]^2 + epsilon) * norm_scale[d] * query[d]
-        mixed[t]    = sum_z softmax_z(score[:, t])[z] * source[z, t]
-        out[t]      = mixed[t], or mixed[t] / sqrt(mean_d mixed[t]^2 + epsilon) * output_scale
+        out[t]      = sum_z softmax_z(score[:, t])[z] * source[z, t]
 
-    The mixed values are not normalised, and there is no 1/sqrt(D). Computed in at least float32; the mix, and its
-    normalised values before they are scaled, are rounded to the dtype of the sources, which the result has too.
-    Where `is_live` is False the last source takes no part: a running sum that is still zero. `is_live` [Z] says so of
-    every source; the first always takes part.
+    The mixed values are not normalised, and there is no 1/sqrt(D). Computed in at least float32, returned in the dtype
+    of the sources. Where `is_live` is False the last source takes no part: a running sum that is still zero. `is_live`
+    [Z] says so of every source; the first always takes part.
     The sources are not stacked, so no copy of them is made. Of arrays of their size only they are kept for the backward
     pass. `pallas` reads each once forward; "auto" takes it where it can, and says once what it took.
 
@@ -42,7 +39,7 @@ def attention_residual(
     """
     if len(sources) < (1 if is_live is None else 2):
         raise ValueError(f"{len(sources)} sources; expected at least one that always takes part")
-    arguments = tuple(sources), norm_scale, query, is_live, output_scale, epsilon
+    arguments = tuple(sources), norm_scale, query, is_live, epsilon
     if implementation == "xla":
         return xla.mix(*arguments)
     reason = pallas_triton.reason_against(arguments[0])

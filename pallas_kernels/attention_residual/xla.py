@@ -12,7 +12,6 @@ def mix(
     norm_scale: jax.Array,
     query: jax.Array,
     is_live: jax.Array | None,
-    output_scale: jax.Array | None,
     epsilon: float,
 ) -> jax.Array:
     """See `api.attention_residual`. Autodiff alone would keep a float32 copy of every source for every mix."""
@@ -34,13 +33,4 @@ def mix(
         parts = [share[..., None] * source.astype(wide) for share, source in zip(shares, sources, strict=True)]
         return reduce(jnp.add, parts).astype(sources[0].dtype)
 
-    mixed = run(sources, norm_scale, query)
-    return mixed if output_scale is None else rms_norm(mixed, output_scale, epsilon)
-
-
-def rms_norm(inputs: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """`inputs / sqrt(mean(inputs^2) + epsilon)`, cast to the dtype of `inputs`, times the scale in that dtype."""
-    wide = inputs.astype(np.promote_types(inputs.dtype, np.float32))
-    normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    # Cast where it is broadcast, so that the scale's gradient adds up over tokens in the scale's own dtype.
-    return normalised.astype(inputs.dtype) * jnp.broadcast_to(scale, inputs.shape).astype(inputs.dtype)
+    return run(sources, norm_scale, query)

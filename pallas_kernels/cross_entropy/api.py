@@ -54,13 +54,14 @@ def cross_entropy(
         head = head if is_head_trained else lax.stop_gradient(head)
         return reference.cross_entropy(hidden, head, targets, weights, soft_cap=soft_cap, z_loss=z_loss)
     options = chunked.Options(
-        chunk_tokens,
-        vocabulary_axis,
-        is_head_trained,
-        *_dtypes(hidden, head_gradient_dtype, logits_dtype),
-        soft_cap,
-        z_loss,
-        _kernels(implementation, hidden, head, chunk_tokens),
+        chunk_tokens=chunk_tokens,
+        vocabulary_axis=vocabulary_axis,
+        is_head_trained=is_head_trained,
+        head_gradient_dtype=_at_least_float32(head_gradient_dtype, hidden),
+        logits_dtype=_at_least_float32(logits_dtype, hidden),
+        soft_cap=soft_cap,
+        z_loss=z_loss,
+        kernels=_kernels(implementation, hidden, head, chunk_tokens),
     )
     return chunked.cross_entropy(options, hidden, head, targets, weights)
 
@@ -97,16 +98,19 @@ def cross_entropy_and_gradients(
     if implementation == "reference":
         raise ValueError("the reference has no gradients of its own; differentiate cross_entropy instead")
     options = chunked.Options(
-        chunk_tokens,
-        None,
-        is_head_trained,
-        *_dtypes(hidden, head_gradient_dtype, logits_dtype),
-        soft_cap,
-        z_loss,
-        _kernels(implementation, hidden, head, chunk_tokens),
+        chunk_tokens=chunk_tokens,
+        vocabulary_axis=None,
+        is_head_trained=is_head_trained,
+        head_gradient_dtype=_at_least_float32(head_gradient_dtype, hidden),
+        logits_dtype=_at_least_float32(logits_dtype, hidden),
+        soft_cap=soft_cap,
+        z_loss=z_loss,
+        kernels=_kernels(implementation, hidden, head, chunk_tokens),
     )
     hidden, head = launcher.vary_together(hidden, head)
-    return LossAndGradients(*chunked.evaluate(options, hidden, head, targets, weights, is_differentiated=True))
+    loss, to_hidden, to_head = chunked.evaluate(options, hidden, head, targets, weights, is_differentiated=True)
+    assert to_hidden is not None
+    return LossAndGradients(loss, to_hidden, to_head)
 
 
 def greedy_tokens(
@@ -140,9 +144,9 @@ def _check(chunk_tokens: int, vocabulary_axis: str | None, implementation: str) 
         raise ValueError(f"the reference needs the whole vocabulary, not a slice over {vocabulary_axis!r}; use 'xla'")
 
 
-def _dtypes(hidden: Array, *dtypes: Any) -> list[jnp.dtype]:
-    wide = np.promote_types(hidden.dtype, np.float32)
-    return [np.dtype(wide if dtype is None else dtype) for dtype in dtypes]
+def _at_least_float32(dtype: Any, hidden: Array) -> jnp.dtype:
+    """The dtype, or for None the wide one of `hidden`."""
+    return np.dtype(np.promote_types(hidden.dtype, np.float32) if dtype is None else dtype)
 
 
 def _kernels(implementation: str, hidden: Array, head: Array, chunk_tokens: int) -> pallas_triton.Settings | None:

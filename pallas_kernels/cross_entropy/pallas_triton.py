@@ -201,8 +201,16 @@ def _measure(logits_ref, target_ref, largest_ref, total_ref, target_logit_ref, *
 def _differentiate(
     logits_ref, target_ref, log_total_ref, of_total_ref, of_target_ref, gradient_ref, *, block, soft_cap
 ):
-    numbers = [ref[...] for ref in (target_ref, log_total_ref, of_total_ref, of_target_ref)]
-    _differentiate_row(logits_ref, gradient_ref, *numbers, block, soft_cap)
+    _differentiate_row(
+        logits_ref,
+        gradient_ref,
+        target_ref[...],
+        log_total_ref[...],
+        of_total_ref[...],
+        of_target_ref[...],
+        block,
+        soft_cap,
+    )
 
 
 def _measure_and_differentiate(

@@ -1,4 +1,4 @@
-"""Attention residuals at the widths of Kimi K3 and half of it, by the kernels and by XLA, with and without a norm."""
+"""Attention residuals at the widths of Kimi K3 and half of it, by the kernels and by XLA."""
 
 from functools import partial
 
@@ -13,18 +13,16 @@ SHAPES = {"N8192 D7168 L9": (8192, 7168, 9), "N16384 D4096 L8": (16384, 4096, 8)
 EPSILON = 1e-5
 
 
-def draw(tokens, width, num_sources, is_normed, seed=0):
-    """(sources, norm's scale, query, output's scale or None), gradient of the result."""
-    keys = jax.random.split(jax.random.key(seed), num_sources + 4)
+def draw(tokens, width, num_sources, seed=0):
+    """(sources, norm's scale, query), gradient of the result."""
+    keys = jax.random.split(jax.random.key(seed), num_sources + 3)
     *sources, gradient = (jax.random.normal(key, (tokens, width), jnp.bfloat16) for key in keys[: num_sources + 1])
-    scale, query, output_scale = (jax.random.normal(key, (width,), jnp.float32) for key in keys[num_sources + 1 :])
-    return (tuple(sources), scale, query * width**-0.5, output_scale if is_normed else None), gradient
+    scale, query = (jax.random.normal(key, (width,), jnp.float32) for key in keys[num_sources + 1 :])
+    return (tuple(sources), scale, query * width**-0.5), gradient
 
 
-def forward(sources, scale, query, output_scale, *, implementation):
-    return attention_residual(
-        sources, scale, query, epsilon=EPSILON, output_scale=output_scale, implementation=implementation
-    )
+def forward(sources, scale, query, *, implementation):
+    return attention_residual(sources, scale, query, epsilon=EPSILON, implementation=implementation)
 
 
 def step(arrays, gradient, *, implementation):
@@ -32,37 +30,36 @@ def step(arrays, gradient, *, implementation):
     return result, transpose(gradient)
 
 
-def check(width, num_sources, is_normed):
-    arrays, gradient = draw(333, width, num_sources, is_normed, seed=1)
+def check(width, num_sources):
+    arrays, gradient = draw(333, width, num_sources, seed=1)
     got = jax.jit(partial(step, implementation="pallas"))(arrays, gradient)
     with jax.enable_x64(True):
         wide, wide_gradient = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (arrays, gradient))
-        mix = lambda *arrays: xla.mix(*arrays[:3], None, arrays[3], EPSILON)  # noqa: E731
+        mix = lambda *arrays: xla.mix(*arrays, None, EPSILON)  # noqa: E731
         result, transpose = jax.vjp(mix, *wide)
         want = result, transpose(wide_gradient)
     errors = [
         np.linalg.norm(np.asarray(one, np.float64) - np.asarray(other)) / np.linalg.norm(np.asarray(other))
         for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     ]
-    print(f"check D{width} L{num_sources} normed {is_normed}: errors up to {max(errors):.1e}", flush=True)
+    print(f"check D{width} L{num_sources}: errors up to {max(errors):.1e}", flush=True)
     assert max(errors) < 8e-3
 
 
 def run(only, median_seconds, report):
     if not only:
-        check(7168, 9, True)
-        check(4096, 8, False)
+        check(7168, 9)
+        check(4096, 8)
     for name, (tokens, width, num_sources) in SHAPES.items():
         row = 2 * tokens * width
-        for is_normed in (False, True):
-            arrays, gradient = draw(tokens, width, num_sources, is_normed)
-            for implementation in ("pallas", "xla"):
-                case = f"{name}{' normed' if is_normed else ''}, {implementation}"
-                if only not in case:
-                    continue
-                once = jax.jit(partial(forward, implementation=implementation)).lower(*arrays).compile()
-                both = jax.jit(partial(step, implementation=implementation)).lower(arrays, gradient).compile()
-                seconds = median_seconds(once, *arrays, calls=20)
-                report(f"forward {case}", seconds, 0, (num_sources + 1) * row, once)
-                seconds = median_seconds(both, arrays, gradient, calls=20)
-                report(f"step {case}", seconds, 0, (3 * num_sources + 2) * row, both)
+        arrays, gradient = draw(tokens, width, num_sources)
+        for implementation in ("pallas", "xla"):
+            case = f"{name}, {implementation}"
+            if only not in case:
+                continue
+            once = jax.jit(partial(forward, implementation=implementation)).lower(*arrays).compile()
+            both = jax.jit(partial(step, implementation=implementation)).lower(arrays, gradient).compile()
+            seconds = median_seconds(once, *arrays, calls=20)
+            report(f"forward {case}", seconds, 0, (num_sources + 1) * row, once)
+            seconds = median_seconds(both, arrays, gradient, calls=20)
+            report(f"step {case}", seconds, 0, (3 * num_sources + 2) * row, both)
