@@ -19,7 +19,7 @@ from mmjax.models.linear_attention import (
     uniform_taps,
 )
 from mmjax.parallel.fsdp import make_varying
-from pallas_kernels.linear_attention.api import decay_gate, l2_normalise
+from pallas_kernels.linear_attention.api import decay_gate
 
 
 class GatedDeltaNet(nnx.Module):
@@ -91,8 +91,8 @@ class GatedDeltaNet(nnx.Module):
         query, key, value = row.convolve(
             [project("bsd,dhk->bshk", inputs, weight) for weight in (self.query, self.key, self.value)],
             [use(taps, wide) for taps in (self.query_convolution, self.key_convolution, self.value_convolution)],
+            (config.key_width**-0.5, 1.0, None),
         )
-        query, key = l2_normalise(query) * config.key_width**-0.5, l2_normalise(key)
         raw_decay = project("bsd,dh->bsh", inputs, self.decay)[..., None]
         bias = use(self.decay_bias, wide)[:, None]
         log_decay = decay_gate(raw_decay, use(self.log_rate, wide), bias, kind="softplus")[..., 0]

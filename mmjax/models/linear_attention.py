@@ -21,7 +21,6 @@ from pallas_kernels.linear_attention.api import (
     convolution_tail,
     decay_gate,
     delta_rule,
-    l2_normalise,
     short_convolution,
 )
 
@@ -29,7 +28,9 @@ from pallas_kernels.linear_attention.api import (
 class Row(Protocol):
     """The recurrent parts of a linear attention over this device's tokens."""
 
-    def convolve(self, inputs: Sequence[jax.Array], taps: Sequence[jax.Array]) -> list[jax.Array]: ...
+    def convolve(
+        self, inputs: Sequence[jax.Array], taps: Sequence[jax.Array], norm_scales: Sequence[float | None]
+    ) -> list[jax.Array]: ...
 
     def recur(
         self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
@@ -42,8 +43,13 @@ class WholeRow:
     def __init__(self, segment_ids: jax.Array, chunk_tokens: int):
         self._segment_ids, self._chunk_tokens = segment_ids, chunk_tokens
 
-    def convolve(self, inputs: Sequence[jax.Array], taps: Sequence[jax.Array]) -> list[jax.Array]:
-        return [short_convolution(*pair, self._segment_ids) for pair in zip(inputs, taps, strict=True)]
+    def convolve(
+        self, inputs: Sequence[jax.Array], taps: Sequence[jax.Array], norm_scales: Sequence[float | None]
+    ) -> list[jax.Array]:
+        return [
+            short_convolution(array, tap, self._segment_ids, norm_scale=scale)
+            for array, tap, scale in zip(inputs, taps, norm_scales, strict=True)
+        ]
 
     def recur(
         self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
@@ -61,7 +67,9 @@ class SplitRow:
     def __init__(self, segment_ids: jax.Array, chunk_tokens: int):
         self._segment_ids, self._chunk_tokens = _chunks(segment_ids), chunk_tokens
 
-    def convolve(self, inputs: Sequence[jax.Array], taps: Sequence[jax.Array]) -> list[jax.Array]:
+    def convolve(
+        self, inputs: Sequence[jax.Array], taps: Sequence[jax.Array], norm_scales: Sequence[float | None]
+    ) -> list[jax.Array]:
         width, chunks = taps[0].shape[0], [_chunks(array) for array in inputs]
         tails = [convolution_tail(array, self._segment_ids, width) for array in chunks]
         # One exchange: the id goes with the values, in a dtype that holds it.
@@ -76,8 +84,8 @@ class SplitRow:
             part.reshape(tail.shape) for part, tail in zip(jnp.split(before, ends[:-1], axis=1)[1:], tails, strict=True)
         ]
         return [
-            _join(short_convolution(array, tap, self._segment_ids, initial_tail=tail))
-            for array, tap, tail in zip(chunks, taps, before, strict=True)
+            _join(short_convolution(array, tap, self._segment_ids, initial_tail=tail, norm_scale=scale))
+            for array, tap, tail, scale in zip(chunks, taps, before, norm_scales, strict=True)
         ]
 
     def recur(
@@ -124,12 +132,14 @@ class ContinuedRow:
         self._tails: tuple[jax.Array, ...] = ()
         self._state = cache.state
 
-    def convolve(self, inputs: Sequence[jax.Array], taps: Sequence[jax.Array]) -> list[jax.Array]:
+    def convolve(
+        self, inputs: Sequence[jax.Array], taps: Sequence[jax.Array], norm_scales: Sequence[float | None]
+    ) -> list[jax.Array]:
         tails = self._cache.tails
         self._tails = tuple(next_tail(tail, array, self._slots) for tail, array in zip(tails, inputs, strict=True))
         return [
-            short_convolution(array, tap, self._document, initial_tail=tail)
-            for array, tap, tail in zip(inputs, taps, tails, strict=True)
+            short_convolution(array, tap, self._document, initial_tail=tail, norm_scale=scale)
+            for array, tap, tail, scale in zip(inputs, taps, tails, norm_scales, strict=True)
         ]
 
     def recur(
@@ -256,8 +266,8 @@ class KimiDeltaAttention(nnx.Module):
         query, key, value = row.convolve(
             [project("bsd,dhk->bshk", inputs, weight) for weight in (self.query, self.key, self.value)],
             [use(taps, wide) for taps in (self.query_convolution, self.key_convolution, self.value_convolution)],
+            (config.key_width**-0.5, 1.0, None),
         )
-        query, key = l2_normalise(query) * config.key_width**-0.5, l2_normalise(key)
         log_decay = decay_gate(
             through(self.decay_down, self.decay_up),
             use(self.log_rate, wide),

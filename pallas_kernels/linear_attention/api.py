@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import launcher
-from pallas_kernels.linear_attention import pallas_triton, reference, xla
+from pallas_kernels.linear_attention import convolution, pallas_triton, reference, xla
 from pallas_kernels.linear_attention.documents import document_index, wide_dtype
 
 Implementation = Literal["auto", "pallas", "xla", "reference"]
@@ -140,27 +140,33 @@ def short_convolution(
     segment_ids: Int[Array, "B S"],
     *,
     initial_tail: Float[Array, "B W-1 ..."] | None = None,
+    norm_scale: float | None = None,
+    implementation: Literal["auto", "pallas", "xla"] = "auto",
 ) -> Float[Array, "B S ..."]:
     """SiLU of a causal convolution of each channel by itself, which never reaches into another document.
 
         output_t = silu(sum_w taps_w inputs_{t - (W - 1) + w}),  the last tap on the token itself
 
+    With `norm_scale` the last axis, a head's channels, is then normalised as `l2_normalise` does, times that scale.
     `initial_tail` are the inputs in front of the row, of its first document; zeros if None (see `convolution_tail`).
-    Computed in at least float32, returned in the dtype of `inputs`.
+    Computed in at least float32, returned in the dtype of `inputs`. "auto" is `pallas` where it can, else `xla`.
+
+    Raises:
+      ValueError: `pallas` is asked for and cannot take these arguments; the message says why.
 
     Source: Kimi Linear, arXiv:2510.26692, section 3.
     """
-    width, length = taps.shape[0], inputs.shape[1]
-    wide = wide_dtype(inputs, taps)
-    channels = (1,) * (inputs.ndim - 2)
-    documents = jnp.pad(document_index(segment_ids), ((0, 0), (width - 1, 0)))
-    padded = _behind(initial_tail, inputs, width).astype(wide)
-    total = taps[-1].astype(wide)[None, None] * padded[:, width - 1 :]
-    for tap in range(width - 1):
-        is_same = documents[:, tap : tap + length] == documents[:, width - 1 :]
-        earlier = jnp.where(is_same.reshape(*is_same.shape, *channels), padded[:, tap : tap + length], 0)
-        total = total + taps[tap].astype(wide)[None, None] * earlier
-    return jax.nn.silu(total).astype(inputs.dtype)
+    reason = convolution.reason_against(inputs, taps)
+    if implementation == "pallas" and reason is not None:
+        raise ValueError(f"implementation 'pallas' of short_convolution {reason}; 'auto' takes one that can")
+    if implementation != "xla" and reason is None:
+        return convolution.short_convolution(
+            inputs, taps, segment_ids, initial_tail=initial_tail, norm_scale=norm_scale
+        )
+    if implementation == "auto":
+        launcher.log_once(f"short_convolution: xla (pallas {reason})")
+    output = xla.short_convolution(inputs, taps, segment_ids, initial_tail=initial_tail)
+    return output if norm_scale is None else l2_normalise(output) * norm_scale
 
 
 def convolution_tail(
@@ -176,15 +182,8 @@ def convolution_tail(
     """
     documents = jnp.pad(document_index(segment_ids), ((0, 0), (width - 1, 0)))
     is_last = documents[:, inputs.shape[1] :] == documents[:, -1:]
-    tail = _behind(initial_tail, inputs, width)[:, inputs.shape[1] :]
+    tail = xla.behind(initial_tail, inputs, width)[:, inputs.shape[1] :]
     return jnp.where(is_last.reshape(*is_last.shape, *(1,) * (inputs.ndim - 2)), tail, 0)
-
-
-def _behind(tail: jax.Array | None, inputs: jax.Array, width: int) -> jax.Array:
-    """`inputs` with the tail, or zeros, in front: [B, W - 1 + S, ...]."""
-    if tail is None:
-        return jnp.pad(inputs, ((0, 0), (width - 1, 0), *((0, 0) for _ in inputs.shape[2:])))
-    return jnp.concatenate([tail.astype(inputs.dtype), inputs], axis=1)
 
 
 def decay_gate(

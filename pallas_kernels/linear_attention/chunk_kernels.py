@@ -100,7 +100,7 @@ def _exp2(array, interpret: bool):
     ]
 
 
-def _multiply_add(one, other, addend, interpret: bool):
+def multiply_add(one, other, addend, interpret: bool):
     """`one * other + addend`, rounded once: XLA forbids its compiler to fuse the two."""
     if interpret:
         return one * other + addend
@@ -110,7 +110,8 @@ def _multiply_add(one, other, addend, interpret: bool):
     return plt.elementwise_inline_asm(asm, args=arrays, constraints=constraints, pack=1, result_shape_dtypes=[shape])[0]
 
 
-def _barrier(interpret: bool):
+def wait_for_all(interpret: bool):
+    """What threads of a program have written is read by others behind this."""
     if not interpret:
         plt.debug_barrier()
 
@@ -216,7 +217,7 @@ def _pairs(
             return jnp.minimum(least, jnp.min(decays))
 
         is_steep = _over_columns(sums_ref, block, add_up, 0.0) < -DEEPEST / (TILE - 1)
-        _barrier(interpret)  # rows of other threads are read back
+        wait_for_all(interpret)  # rows of other threads are read back
         decay = _Decay(sums_ref, first_ref, interpret)
 
         def add_products(factors, closer, products_and_lower):
@@ -311,9 +312,25 @@ def prepare(
 ):  # fmt: skip
     of_pairs = products_ref, inverse_ref, sums_ref, depth_ref
     _pairs(query_ref, key_ref, decay_ref, beta_ref, first_ref, last_ref, *of_pairs, block=block, interpret=interpret)
-    _barrier(interpret)  # entries of other threads are read back
+    wait_for_all(interpret)  # entries of other threads are read back
     tokens = query_ref, key_ref, value_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref
     parts_of_tokens(*tokens, *parts_refs, block=block, interpret=interpret)
+
+
+def prepare_again(
+    query_ref, key_ref, value_ref, decay_ref, beta_ref, first_ref, last_ref, *prepared_refs,
+    block, interpret,
+):  # fmt: skip
+    """Replaces what `prepare` gives of a chunk in which a token is deeper in its tile than `DEEPEST`.
+
+    `prepared_refs` are what it writes, as arguments and once more as results, in the same places.
+    """
+    prepared_refs = prepared_refs[len(prepared_refs) // 2 :]
+
+    @pl.when(jnp.max(prepared_refs[3][...]) > DEEPEST)
+    def _():
+        tokens = query_ref, key_ref, value_ref, decay_ref, beta_ref, first_ref, last_ref
+        prepare(*tokens, *prepared_refs, block=block, interpret=interpret)
 
 
 def scan(
@@ -410,7 +427,7 @@ def gradients(
         products, lower = products * between, lower * between
     products_ref[...] = jnp.where(pairs.earlier(), products, 0).astype(dtype)
     lower_ref[...] = jnp.where(pairs.earlier(), lower, 0).astype(dtype)
-    _barrier(interpret)  # entries of other threads are read back
+    wait_for_all(interpret)  # entries of other threads are read back
 
     def add_written(columns, total):
         written = written_ref[:, columns].astype(jnp.float32)
@@ -453,24 +470,24 @@ def gradients(
             decayed_key, correcting_key = (key * early).astype(dtype), (key * (late * beta)).astype(dtype)
             decayed_query = (query * late).astype(dtype)
             by_query = _dot(products, decayed_key)
-            query_gradient = multiply_add(late, by_query, query_gradient)
-            sums_gradient = multiply_add(decayed_query.astype(jnp.float32), by_query, sums_gradient)
+            query_gradient = fused(late, by_query, query_gradient)
+            sums_gradient = fused(decayed_query.astype(jnp.float32), by_query, sums_gradient)
             by_late_key = _dot(lower, decayed_key)
-            sums_gradient = multiply_add(correcting_key.astype(jnp.float32), by_late_key, sums_gradient)
+            sums_gradient = fused(correcting_key.astype(jnp.float32), by_late_key, sums_gradient)
             by_late_key *= late
-            by_beta = multiply_add(key, by_late_key, by_beta)
-            key_gradient = multiply_add(beta, by_late_key, key_gradient)
+            by_beta = fused(key, by_late_key, by_beta)
+            key_gradient = fused(beta, by_late_key, key_gradient)
             by_early_key = _dot(products, decayed_query, transpose_a=True)
             by_early_key += _dot(lower, correcting_key, transpose_a=True)
-            key_gradient = multiply_add(early, by_early_key, key_gradient)
-            sums_gradient = multiply_add(-decayed_key.astype(jnp.float32), by_early_key, sums_gradient)
+            key_gradient = fused(early, by_early_key, key_gradient)
+            sums_gradient = fused(-decayed_key.astype(jnp.float32), by_early_key, sums_gradient)
             return query_gradient, key_gradient, sums_gradient, by_beta
 
         def masked(mask):
             return [plt.load(ref.at[...], mask=mask, other=0.0) for ref in (products_ref, lower_ref)]
 
         def add_small_size(size, gradients):
-            _barrier(interpret)  # lest the compiler load outside the loop and hold
+            wait_for_all(interpret)  # lest the compiler load outside the loop and hold
             is_at_size = (pairs.differing_bits() >= size) & (pairs.differing_bits() < 2 * size)
             chosen = is_at_size & (depth_ref[...] > DEEPEST)[:, None]
             products, lower = (
@@ -479,7 +496,7 @@ def gradients(
             factors = decay.halves(sums, columns, size)
             return add_pairs((factors, factors), (products, lower), gradients)
 
-        multiply_add = functools.partial(_multiply_add, interpret=interpret)
+        fused = functools.partial(multiply_add, interpret=interpret)
         by_beta = key * -from_state
         gradients = query_gradient, key_gradient, sums_gradient, by_beta
         if is_scalar:

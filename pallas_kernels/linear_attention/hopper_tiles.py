@@ -36,6 +36,21 @@ def product(*factors: tuple[Any, Any]) -> jax.Array:
     return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((CHUNK, HALF)))
 
 
+def products(factors: Sequence[Sequence[tuple[Any, Any]]], widths: Sequence[int]) -> list[jax.Array]:
+    """Several sums of products [64, C] @ [C, width], all under way at once."""
+    if launcher.is_simulated():
+        return [product(*pairs) for pairs in factors]
+
+    def scope(*totals):
+        for total, pairs in zip(totals, factors, strict=True):
+            for left, right in pairs:
+                plgpu.wgmma(total, left, right)
+        plgpu.wgmma_wait(0)
+        return tuple(total[...] for total in totals)
+
+    return list(pl.run_scoped(scope, *(plgpu.WGMMAAccumulatorRef((CHUNK, width)) for width in widths)))
+
+
 def turned(ref: Any) -> Any:
     return ref[...].T if launcher.is_simulated() else ref.transpose((1, 0))
 
@@ -155,6 +170,73 @@ def choose_tiles(matrix: jax.Array, is_chosen: Callable[[int, int], bool]) -> ja
         return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
 
     return choose(matrix)  # pyright: ignore[reportCallIssue]
+
+
+def by_tiles_apart(matrices: Sequence[jax.Array]) -> jax.Array:
+    """[64, 64] whose tiles on the diagonal come from the first matrix, those n tiles below it from the n-th next.
+
+    Matrices hold the columns that they are asked for. What lies above the diagonal is to be masked.
+    """
+    if launcher.is_simulated():
+        apart, result = iota(0) // TILE - iota(1) // TILE, matrices[0]
+        for number, matrix in enumerate(matrices[1:], 1):
+            result = jnp.where(apart == number, jnp.pad(matrix, ((0, 0), (0, CHUNK - matrix.shape[1]))), result)
+        return result
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,) * len(matrices), return_type=result)
+    def choose(_, *arrays):
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith
+
+        whole, registers = ir.IntegerType.get_signless(32), arrays[0].registers.copy()
+        warp = _warp(_thread())
+        is_row = [arith.cmpi(arith.CmpIPredicate.eq, warp, utils.c(row, whole)) for row in range(4)]
+        for place in np.ndindex(registers.shape):
+            # The second number counts pieces of 8 columns.
+            column = place[1] * 8 // TILE
+            for number in range(1, 4 - column):
+                registers[place] = arith.select(
+                    is_row[column + number], arrays[number].registers[place], registers[place]
+                )
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=arrays[0].layout, _is_signed=None)
+
+    return choose(*matrices)  # pyright: ignore[reportReturnType]
+
+
+def keep_rows(matrix: jax.Array, table: Any, rows: Sequence[int]) -> None:
+    """Write some rows, each the first or the last of a tile, to a table in shared memory."""
+    if launcher.is_simulated():
+        for number, row in enumerate(rows):
+            table[number] = matrix[row]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def keep(_, array, table):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        whole, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
+        thread = _thread()
+        base = utils.memref_ptr(table)
+        lane_row = arith.andi(arith.shrui(thread, utils.c(2, whole)), utils.c(7, whole))
+        own_row = arith.addi(lane_row, arith.shli(_warp(thread), utils.c(TILE_BITS, whole)))
+        lane = arith.shli(arith.andi(thread, utils.c(3, whole)), utils.c(3, whole))
+        for number, row in enumerate(rows):
+            # Of a tile's rows a thread holds one and the one 8 below.
+            below = row % TILE // 8
+            is_own = arith.cmpi(arith.CmpIPredicate.eq, own_row, utils.c(row - 8 * below, whole))
+            for piece in range(array.registers.shape[1]):
+                pair = array.registers[0, piece, 0, 0, below].reshape(())[()]
+                values = [vector.extract(pair, dynamic_position=[], static_position=[place]) for place in range(2)]
+                offset = arith.addi(lane, utils.c(4 * (number * HALF + 8 * piece), whole))
+                instructions = "{ .reg .u32 place; add.u32 place, $0, $1; @$4 st.shared.v2.f32 [place], {$2, $3}; }"
+                llvm.inline_asm(void, [base, offset, *values, is_own], instructions, "r,r,f,f,b", has_side_effects=True)
+
+    keep(matrix, table)  # pyright: ignore[reportCallIssue]
 
 
 def rows_of_tiles(table: Any, rows: Sequence[int]) -> jax.Array:

@@ -8,7 +8,7 @@ channel, none deeper in a tile than `DEEPEST`, and widths of 128 the kernel of `
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import launcher
-from pallas_kernels.linear_attention import chunk_kernels, hopper
+from pallas_kernels.linear_attention import chunk_kernels, hopper, hopper_prepare
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
 from pallas_kernels.linear_attention.documents import document_starts, per_value_head, starting_state
 
@@ -50,17 +50,15 @@ def reason_against(query: Float[Array, "B S G K"], value: Float[Array, "B S H V"
     widths = query.shape[3], value.shape[3]
     if any(width not in WIDTHS for width in widths):
         return f"needs key and value widths of {' or '.join(map(str, WIDTHS))}, got {widths[0]} and {widths[1]}"
-    if _num_pieces(query, value) is None:
-        return f"numbers places in 31 bits, too few for {query.shape[0] * query.shape[1]} tokens of one key head"
     return None
 
 
-def _num_pieces(query: jax.Array, value: jax.Array) -> int | None:
-    """Into how many pieces to cut the heads so that no array has `PLACES` numbers or more; None if none are enough."""
-    tokens = query.shape[0] * -(-query.shape[1] // CHUNK) * CHUNK
-    places = tokens * value.shape[2] * max(query.shape[3], value.shape[3], query.shape[3] * value.shape[3] // CHUNK)
-    key_heads = query.shape[2]
-    return next((cut for cut in range(1, key_heads + 1) if key_heads % cut == 0 and places // cut < PLACES), None)
+def _pieces(query: jax.Array, value: jax.Array) -> list[int]:
+    """Where to cut rows, of whole chunks, so that no array has `PLACES` numbers or more."""
+    batch, length, heads, value_width = value.shape
+    width = max(query.shape[3], value_width, query.shape[3] * value_width // CHUNK)
+    most = (PLACES - 1) // (batch * CHUNK * heads * width)
+    return list(range(most * CHUNK, length, most * CHUNK))
 
 
 def delta_rule(
@@ -76,7 +74,7 @@ def delta_rule(
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H K V"]]:
     """See `api.delta_rule`: query, key and value in bfloat16, the rest computed in float32.
 
-    Heads are taken in as many pieces as keep the places in an array within 31 bits.
+    Rows are taken in as many pieces, one after the other, as keep the places in an array within 31 bits.
 
     Keeps its arguments for the backward pass, sums of the decays in their place, and two matrices [64, 64] a chunk.
     """
@@ -91,12 +89,12 @@ def delta_rule(
     wide = log_decay.astype(jnp.float32), beta.astype(jnp.float32)
     tokens = [filled(array) for array in (query, key, value, *wide, document_starts(segment_ids))]
     *arrays, starts, state = launcher.vary_together(*tokens, state)
-    first, last = _document_bounds(starts)
-    pieces = _num_pieces(query, value) or 1
-    cut = [*(jnp.split(array, pieces, axis=2) for array in arrays), jnp.split(state, pieces, axis=1)]
-    results: Any = [_delta_rule(settings, *tokens, first, last, state) for *tokens, state in zip(*cut, strict=True)]
-    outputs, states = zip(*results, strict=True)
-    return jnp.concatenate(outputs, axis=2)[:, :length], jnp.concatenate(states, axis=1)
+    tokens = [*arrays, *_document_bounds(starts)]
+    outputs = []
+    for piece in zip(*(jnp.split(array, _pieces(*arrays[:3:2]), axis=1) for array in tokens), strict=True):
+        output, state = _delta_rule(settings, *piece, state)
+        outputs.append(output)
+    return jnp.concatenate(outputs, axis=1)[:, :length], state
 
 
 def _document_bounds(starts: Bool[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
@@ -155,6 +153,10 @@ def _sum_groups(gradient: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.sum(grouped, axis=3, dtype=jnp.float32).astype(like.dtype)
 
 
+_prepare_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_prepare.prepare(*arrays))
+_gradients_on_hopper = launcher.traced_once(lambda _, *arrays: hopper.gradients(*arrays))
+
+
 class _Parts(NamedTuple):
     """What a chunk's tokens read and write; letters as in `xla.delta_rule`."""
 
@@ -187,7 +189,9 @@ class _Calls:
     def of_chunks(self, *shape: int, dtype=None) -> jax.ShapeDtypeStruct:
         return self.shape(self.batch, self.chunks, self.heads, *shape, dtype=dtype)
 
-    def call(self, kernel, grid, in_specs, out_specs, out_shape, *, warps: int, stages: int = 1, **options):
+    def call(
+        self, kernel, grid, in_specs, out_specs, out_shape, *, warps: int, stages: int = 1, aliases=None, **options
+    ):
         return pl.pallas_call(
             functools.partial(kernel, interpret=self.settings.interpret, **options),
             grid=grid,
@@ -196,6 +200,7 @@ class _Calls:
             out_shape=out_shape,
             compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
             interpret=self.settings.interpret,
+            input_output_aliases=aliases or {},
             name=kernel.__name__,
         )
 
@@ -228,21 +233,32 @@ class _Calls:
         token, chunk, keys, bounds = self.chunk_specs()
         decay, square = token(*self.decay_width), chunk(CHUNK, CHUNK)
         parts_specs, parts_shapes = self.parts_shapes()
-        products, inverse, sums, depth, *parts = self.call(
-            chunk_kernels.prepare,
-            (self.heads, self.chunks, self.batch),
-            [keys, keys, token(self.value_width), decay, token(), bounds, bounds],
-            [square, square, decay, token(), *parts_specs],
-            [
-                self.of_chunks(CHUNK, CHUNK),
-                self.of_chunks(CHUNK, CHUNK),
-                self.tokens(*self.decay_width, dtype=jnp.float32),
-                self.tokens(dtype=jnp.float32),
-                *parts_shapes,
-            ],
+        tokens = query, key, value, log_decay, beta, first, last
+        token_specs = [keys, keys, token(self.value_width), decay, token(), bounds, bounds]
+        specs = [square, square, decay, token(), *parts_specs]
+        shapes = [
+            self.of_chunks(CHUNK, CHUNK),
+            self.of_chunks(CHUNK, CHUNK),
+            self.tokens(*self.decay_width, dtype=jnp.float32),
+            self.tokens(dtype=jnp.float32),
+            *parts_shapes,
+        ]
+        call = functools.partial(
+            self.call,
+            grid=(self.heads, self.chunks, self.batch),
+            out_specs=specs,
+            out_shape=shapes,
             warps=self.settings.prepare_warps,
             block=self.settings.prepare_columns,
-        )(query, key, value, log_decay, beta, first, last)
+        )
+        if self.is_on_hopper:
+            *prepared, parts = _prepare_on_hopper(None, *tokens)
+            prepared += parts
+            places = {len(tokens) + place: place for place in range(len(prepared))}
+            again = call(chunk_kernels.prepare_again, in_specs=[*token_specs, *specs], aliases=places)
+            products, inverse, sums, depth, *parts = again(*tokens, *prepared)
+        else:
+            products, inverse, sums, depth, *parts = call(chunk_kernels.prepare, in_specs=token_specs)(*tokens)
         return products, inverse, sums, depth, _Parts(*parts)
 
     def parts_of_tokens(self, query, key, value, inverse, sums, beta, first, last) -> _Parts:
@@ -318,8 +334,8 @@ class _Calls:
         self, query, key, value, sums, depth, beta, first, last, states, state_gradients, written, solved, *of_output
     ):
         del depth
-        query_gradient, key_gradient, decay_gradient, by_key = hopper.gradients(
-            query, key, sums, beta, first, last, states, state_gradients, written, solved, *of_output
+        query_gradient, key_gradient, decay_gradient, by_key = _gradients_on_hopper(
+            None, query, key, sums, beta, first, last, states, state_gradients, written, solved, *of_output
         )
         token, *_ = self.chunk_specs()
         values = token(self.value_width)

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.linear_attention.documents import document_index, per_value_head, starting_state
+from pallas_kernels.linear_attention.documents import document_index, per_value_head, starting_state, wide_dtype
 
 TILE = 16
 """Rows whose pairs are taken one by one; larger blocks are matrix products."""
@@ -225,3 +225,31 @@ def _diagonal_blocks(matrices: Float[Array, "n C C"], size: int) -> Float[Array,
     """The blocks of `size` on the diagonals, one matrix after the other."""
     slices = [slice(start, start + size) for start in range(0, matrices.shape[1], size)]
     return jnp.stack([matrices[:, block, block] for block in slices], axis=1).reshape(-1, size, size)
+
+
+def short_convolution(
+    inputs: Float[Array, "B S ..."],
+    taps: Float[Array, "W ..."],
+    segment_ids: Int[Array, "B S"],
+    *,
+    initial_tail: Float[Array, "B W-1 ..."] | None = None,
+) -> Float[Array, "B S ..."]:
+    """See `api.short_convolution`; without its norm."""
+    width, length = taps.shape[0], inputs.shape[1]
+    wide = wide_dtype(inputs, taps)
+    channels = (1,) * (inputs.ndim - 2)
+    documents = jnp.pad(document_index(segment_ids), ((0, 0), (width - 1, 0)))
+    padded = behind(initial_tail, inputs, width).astype(wide)
+    total = taps[-1].astype(wide)[None, None] * padded[:, width - 1 :]
+    for tap in range(width - 1):
+        is_same = documents[:, tap : tap + length] == documents[:, width - 1 :]
+        earlier = jnp.where(is_same.reshape(*is_same.shape, *channels), padded[:, tap : tap + length], 0)
+        total = total + taps[tap].astype(wide)[None, None] * earlier
+    return jax.nn.silu(total).astype(inputs.dtype)
+
+
+def behind(tail: jax.Array | None, inputs: jax.Array, width: int) -> jax.Array:
+    """`inputs` with the tail, or zeros, in front: [B, W - 1 + S, ...]."""
+    if tail is None:
+        return jnp.pad(inputs, ((0, 0), (width - 1, 0), *((0, 0) for _ in inputs.shape[2:])))
+    return jnp.concatenate([tail.astype(inputs.dtype), inputs], axis=1)

@@ -1,4 +1,4 @@
-"""The Hopper kernel of the delta rule's gradients, simulated on a CPU; `test_pallas_triton` compiles and runs it."""
+"""The Hopper kernels of the delta rule, simulated on a CPU; `test_pallas_triton` compiles and runs them."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import launcher
-from pallas_kernels.linear_attention import hopper, pallas_triton
+from pallas_kernels.linear_attention import hopper, hopper_prepare, pallas_triton
 from pallas_kernels.linear_attention.documents import document_starts
 
 SETTINGS = pallas_triton.Settings(interpret=True, prepare_columns=128, gradient_columns=128, scan_width=128)
@@ -54,6 +54,27 @@ def test_gradients_are_those_of_the_kernels_of_triton(documents):
         one, other = (np.asarray(array, np.float64) for array in (one, other))
         assert np.isfinite(one).all(), name
         assert np.linalg.norm(one - other) < 2e-3 * np.linalg.norm(other), name
+
+
+@jax.jit
+def prepared_by_triton(narrow, wide, segments):
+    (query, key, value, _), (log_decay, beta, *_) = narrow, wide
+    first, last = pallas_triton._document_bounds(document_starts(segments))
+    call = pallas_triton._Calls(SETTINGS, query, value, log_decay)
+    products, inverse, sums, _, parts = call.prepare(query, key, value, log_decay, beta, first, last)
+    return (query, key, value, log_decay, beta, first, last), (products, inverse, sums, *parts)
+
+
+@pytest.mark.slow
+def test_what_tokens_read_and_write_is_that_of_the_kernels_of_triton():
+    arguments, expected = prepared_by_triton(*draw([20, 28, 1, 79], 1))
+    with launcher.simulated():
+        products, inverse, sums, depth, parts = jax.jit(hopper_prepare.prepare)(*arguments)
+    assert 0 < float(depth.max()) < 110
+    for one, other in zip((products, inverse, sums, *parts), expected, strict=True):
+        one, other = (np.asarray(array, np.float64) for array in (one, other))
+        assert np.isfinite(one).all()
+        assert np.linalg.norm(one - other) <= 1e-3 * np.linalg.norm(other)
 
 
 def test_widths_the_kernel_cannot_take_are_said():
