@@ -1,0 +1,88 @@
+"""Attention by cuDNN's kernels against plain JAX: who is asked, a compiled program, and numbers on a GPU."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmjax.config import MeshConfig
+from mmjax.errors import ConfigurationError
+from mmjax.models.fused_attention import MOST_DOCUMENTS, packed_attention, reason_against
+from mmjax.parallel.described import described_mesh
+from mmjax.planner.topology import read_cluster
+from pallas_kernels.sparse_attention.api import attention
+
+SETTINGS = {"scale": 0.1, "query_chunk_tokens": 64}
+
+
+def draw(segment_ids, heads, key_heads, width, dtype=jnp.bfloat16):
+    """(query, key, value, gradient of the result), segments."""
+    random = np.random.default_rng(0)
+    shapes = [(*segment_ids.shape, number, width) for number in (heads, key_heads, key_heads, heads)]
+    return [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes], jnp.asarray(segment_ids, jnp.int32)
+
+
+def step(attend, arrays, segment_ids):
+    *inputs, gradient = arrays
+    result, transpose = jax.vjp(lambda *inputs: attend(*inputs, segment_ids, None, **SETTINGS), *inputs)
+    return result, transpose(gradient)
+
+
+def rows_of_documents(*rows, length):
+    """[len(rows), length]: rows of documents of the given lengths, then padding."""
+    result = np.zeros((len(rows), length), np.int32)
+    for row, documents in zip(result, rows, strict=True):
+        numbers = np.repeat(np.arange(1, len(documents) + 1), documents)
+        row[: len(numbers)] = numbers
+    return result
+
+
+def test_without_a_gpu_it_is_the_plain_form():
+    arrays, segment_ids = draw(rows_of_documents([3, 2], [7], length=8), 4, 2, 8, jnp.float32)
+    assert "Hopper" in reason_against(*arrays[:3])
+    for one, other in zip(
+        jax.tree.leaves(step(packed_attention, arrays, segment_ids)),
+        jax.tree.leaves(step(attention, arrays, segment_ids)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_it_compiles_for_a_gpu_inside_shard_map():
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    try:
+        mesh = described_mesh(MeshConfig(fsdp=2), read_cluster("1x2xh200"))
+    except ConfigurationError as reason:
+        pytest.skip(f"needs the CUDA plugin: {reason}")
+    rows = PartitionSpec("fsdp")
+    arrays, segment_ids = draw(np.ones((4, 128), np.int32), 4, 2, 64)
+    split = jax.shard_map(partial(step, packed_attention), mesh=mesh, in_specs=(rows, rows), out_specs=rows)
+    arguments = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, rows)),
+        (arrays, segment_ids),
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert "fmha" in (jax.jit(split).lower(*arguments).compile().as_text() or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key_heads", [8, 2])
+def test_on_a_gpu_results_and_gradients_are_near_the_plain_form(key_heads):
+    whole = rows_of_documents([256], [256], [100], [], [1], length=256)
+    several = rows_of_documents([100, 100, 56], [256], [1, 2, 3, 4], [], [10, 200], length=256)
+    many = rows_of_documents([3] * (MOST_DOCUMENTS + 1), [256], length=256)
+    for rows in (whole, several, many):
+        arrays, segment_ids = draw(rows, 8, key_heads, 128)
+        got, again = (jax.jit(partial(step, packed_attention))(arrays, segment_ids) for _ in range(2))
+        wide = [array.astype(jnp.float32) for array in arrays]
+        with jax.default_matmul_precision("highest"):
+            want = jax.jit(partial(step, attention))(wide, segment_ids)
+        for one, same, other in zip(*map(jax.tree.leaves, (got, again, want)), strict=True):
+            one, same, other = (np.asarray(array, np.float32) for array in (one, same, other))
+            assert np.isfinite(one).all() and not one[rows == 0].any()
+            assert np.linalg.norm(one - other) < 8e-3 * np.linalg.norm(other)
+            assert np.linalg.norm(one - same) < 4e-3 * np.linalg.norm(other)
