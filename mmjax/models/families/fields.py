@@ -13,9 +13,27 @@ _WITHOUT_EFFECT = frozenset(
         *("_attn_implementation", "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype"),
         *("chunk_size_feed_forward", "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder"),
         *("label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "return_dict"),
-        *("problem_type", "torch_dtype", "transformers_version", "use_cache"),
+        *("problem_type", "torch_dtype", "transformers_version", "use_cache", "tokenizer_class"),
     )
 )
+# What older versions of transformers write into every config.json. As it stands here it says nothing.
+_BOILERPLATE: dict[str, Any] = {
+    **dict.fromkeys(("add_cross_attention", "is_decoder", "tie_encoder_decoder"), False),
+    **dict.fromkeys(("torchscript", "use_bfloat16", "tf_legacy_loss"), False),
+    **dict.fromkeys(("cross_attention_hidden_size", "decoder_start_token_id", "finetuning_task", "prefix"), None),
+    **dict.fromkeys(("sep_token_id", "task_specific_params"), None),
+    "pruned_heads": {},
+    # Of generation, which generation_config.json speaks of.
+    **dict.fromkeys(("do_sample", "early_stopping", "output_scores", "remove_invalid_values"), False),
+    "return_dict_in_generate": False,
+    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "exponential_decay_length_penalty"), None),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"), None),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "length_penalty", "repetition_penalty"), 1.0),
+    **dict.fromkeys(("diversity_penalty", "encoder_no_repeat_ngram_size", "min_length", "no_repeat_ngram_size"), 0),
+    "max_length": 20,
+    "top_k": 50,
+}
 
 
 class Fields:
@@ -75,7 +93,8 @@ class Fields:
 
     def finish(self) -> None:
         """Raises ConfigurationError if a field was neither used nor known to be without effect."""
-        if unknown := sorted(self._config.keys() - self._seen - _WITHOUT_EFFECT):
+        said = {name for name, value in _BOILERPLATE.items() if self._config.get(name, value) == value}
+        if unknown := sorted(self._config.keys() - self._seen - _WITHOUT_EFFECT - said):
             nearest = (difflib.get_close_matches(name, self._seen, n=1) for name in unknown)
             named = [f"{name} (like {near[0]})" if near else name for name, near in zip(unknown, nearest, strict=True)]
             raise ConfigurationError(

@@ -20,6 +20,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     fields.expect("tie_word_embeddings", False)
     # Which experts are packed shows in the tensors themselves; the token ids belong to the tokenizer.
     fields.ignore("ignore_index", "media_placeholder_token_id", "quantization_config", "use_unified_vision_chunk")
+    fields.ignore("video_placeholder")
     text = dict(fields.take("text_config"))
     indexer = text.pop("dsa_config", None)
     model = dataclasses.replace(

@@ -213,6 +213,43 @@ def test_a_released_configuration_gives_its_preset(family, config, preset):
     assert read(family, config) == preset()
 
 
+# What older versions of transformers wrote beside a model's own fields; found in Kimi-K2.5's config.json.
+BOILERPLATE = {
+    "_name_or_path": "",
+    "add_cross_attention": False,
+    "bad_words_ids": None,
+    "cross_attention_hidden_size": None,
+    "decoder_start_token_id": None,
+    "diversity_penalty": 0.0,
+    "do_sample": False,
+    "early_stopping": False,
+    "encoder_no_repeat_ngram_size": 0,
+    "finetuning_task": None,
+    "is_decoder": False,
+    "length_penalty": 1.0,
+    "max_length": 20,
+    "num_beams": 1,
+    "prefix": None,
+    "pruned_heads": {},
+    "sep_token_id": None,
+    "task_specific_params": None,
+    "temperature": 1.0,
+    "tf_legacy_loss": False,
+    "tie_encoder_decoder": False,
+    "tokenizer_class": None,
+    "top_k": 50,
+    "torchscript": False,
+    "use_bfloat16": False,
+}
+
+
+def test_what_transformers_once_wrote_into_every_config_says_nothing_as_it_stands():
+    assert llama.read_config(SMOLLM2 | BOILERPLATE) == llama.read_config(SMOLLM2)
+    for change in ({"is_decoder": True}, {"pruned_heads": {"0": [1]}}, {"top_k": 8}):
+        with pytest.raises(ConfigurationError, match=next(iter(change))):
+            llama.read_config(SMOLLM2 | BOILERPLATE | change)
+
+
 def test_the_text_part_of_a_glm53_flash_gives_its_preset():
     transformers = pytest.importorskip("transformers")
     # Its defaults are the released sizes.
