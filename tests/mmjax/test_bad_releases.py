@@ -39,7 +39,9 @@ def spent():
 
 for line in sys.stdin:
     name, command, arguments = json.loads(line)
-    open("/proc/self/clear_refs", "w").write("5")
+    # Where this is not allowed, the most memory is that of all cases so far.
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
     said, begun = io.StringIO(), spent()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:
