@@ -1,4 +1,4 @@
-"""What a chunk's tokens read, write and share, with one decay a channel, in Pallas Mosaic GPU for Hopper.
+"""What a chunk's tokens read, write and share, in Pallas Mosaic GPU for Hopper.
 
 The same as `chunk_kernels.prepare`. Two warpgroups each take half of the key channels, sum decays and stage what pairs
 of tokens are made of; one of them then makes the matrix of query and key, the other that of key and key. A third
@@ -8,6 +8,8 @@ A late token decays from the first one of its tile on. An early one grows back t
 up to the first token of the next tile and on to that of the second and third next, for pairs in tiles apart: a product
 with each of the four gives every pair of tiles. Where the two are of different documents factors may overflow; their
 products are never used. Results of a chunk are worthless if a token is deeper in its tile than `chunk_kernels.DEEPEST`.
+
+One decay a head scales rows and columns of a single product, however deep.
 """
 
 import functools
@@ -106,7 +108,9 @@ def prepare(query, key, value, log_decay, beta, first, last):
     chunks, group = length // CHUNK, heads // query.shape[2]
     total = batch * chunks * heads
     workers = min(launcher.num_multiprocessors(), total)
+    is_scalar = log_decay.ndim == 3
     beta = jnp.moveaxis(beta, 1, 2)
+    log_decay = jnp.moveaxis(log_decay, 1, 2) if is_scalar else log_decay
 
     def body(
         query, key, value, decay, beta, first, last,
@@ -134,8 +138,11 @@ def prepare(query, key, value, log_decay, beta, first, last):
             row, _, head, tokens = place(step)
             halves = [pl.ds(half * HALF, HALF) for half in range(2)]
             wait_unless_first(step, decay_out)
-            for half, channels in enumerate(halves):
-                plgpu.copy_gmem_to_smem(decay.at[row, tokens, head, channels], decay_smem.at[half], decay_in)
+            if is_scalar:
+                plgpu.copy_gmem_to_smem(decay.at[row, head, tokens], decay_smem, decay_in)
+            else:
+                for half, channels in enumerate(halves):
+                    plgpu.copy_gmem_to_smem(decay.at[row, tokens, head, channels], decay_smem.at[half], decay_in)
             for number, source in enumerate((first, last)):
                 plgpu.copy_gmem_to_smem(source.at[row, tokens], bounds_smem.at[lax.rem(step, 2), number], decay_in)
             wait_unless_first(step, keys_out)
@@ -149,6 +156,28 @@ def prepare(query, key, value, log_decay, beta, first, last):
                 plgpu.copy_gmem_to_smem(value.at[row, tokens, head, channels], values_smem.at[half], values_in)
             plgpu.copy_gmem_to_smem(beta.at[row, head, tokens], value_beta_smem, values_in)
             return ()
+
+        def give_products(step, matrix):
+            row, chunk, head, _ = place(step)
+            target = early_smem.at[0, 0] if is_scalar else early_smem.at[3, 0]
+            if is_scalar:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            target[...] = matrix.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(target, products_out.at[row, chunk, head])
+
+        def give_lower(step, lower):
+            wait_unless_first(step, lower_out)
+            for number, part in enumerate(tiles.parts(lower, 2)):
+                lower_smem[number] = part
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(lower_in)
+
+        def give_solving(step, own, solving):
+            wait_unless_first(step, solving_out)
+            solving_smem[own] = solving
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(solving_in)
 
         def pair(step, _):
             row, chunk, head, tokens = place(step)
@@ -211,32 +240,84 @@ def prepare(query, key, value, log_decay, beta, first, last):
             plgpu.barrier_wait(is_multiplied)
             plgpu.barrier_arrive(keys_out)
 
+            is_earlier = tiles.within(half.bound(0), tiles.iota(0) - half.bound(0))
+
             @pl.when(own == 0)
             def _():
-                is_earlier = tiles.within(half.bound(0), tiles.iota(0) - half.bound(0))
                 itself = (tiles.down(tiles.row(itself_smem.at[lax.rem(step, 2), side])) for side in range(2))
                 itself = jnp.where(tiles.iota(0) == tiles.iota(1), sum(itself), 0)
-                early_smem[3, 0] = jnp.where(is_earlier, matrix, itself).astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(early_smem.at[3, 0], products_out.at[row, chunk, head])
+                give_products(step, jnp.where(is_earlier, matrix, itself))
 
             @pl.when(own == 1)
             def _():
-                is_earlier = tiles.within(half.bound(0), tiles.iota(0) - half.bound(0))
-                lower = jnp.where(is_earlier, matrix * tiles.down(tiles.row(beta)), 0)
-                wait_unless_first(step, lower_out)
-                for number, part in enumerate(tiles.parts(lower, 2)):
-                    lower_smem[number] = part
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(lower_in)
+                give_lower(step, jnp.where(is_earlier, matrix * tiles.down(tiles.row(beta)), 0))
 
             is_kept = jnp.where(bounds_smem[lax.rem(step, 2), 0, CHUNK - 1] < 0, jnp.float32(1), jnp.float32(0))
             end = tiles.row(anchors_smem.at[own, ANCHORS.index(63)])
             kept_out[row, chunk, head, channels] = is_kept * jnp.exp2(end)
-            wait_unless_first(step, solving_out)
-            solving_smem[own] = solving
+            give_solving(step, own, solving)
+            return ()
+
+        def pair_scalar(step, _):
+            row, chunk, head, tokens = place(step)
+            plgpu.barrier_wait(decay_in)
+            beta = beta_smem.at[lax.rem(step, 2)]
+            own = warpgroup + (bounds_smem[lax.rem(step, 2), 1, CHUNK - 1] >> CHUNK_BITS)
+            channels = pl.ds(own * HALF, HALF)
+            half = _Half(own, bounds_smem.at[lax.rem(step, 2)], None)
+            decays = tiles.across(launcher.load(decay_smem, tiles.column_layout())) * LOG2_E
+            is_passed = tiles.within(half.bound(0) + 1, tiles.iota(0) - half.bound(0))
+            rows_of_sums = anchors_smem.at[own]
+            rows_of_sums[...] = jnp.sum(jnp.where(is_passed, decays, 0), axis=1)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(solving_in)
+            plgpu.barrier_arrive(decay_out)
+
+            def late():
+                return tiles.down(tiles.row(rows_of_sums))
+
+            def early():
+                return tiles.across(launcher.load(rows_of_sums, tiles.column_layout()))
+
+            end = jnp.sum(jnp.where(tiles.iota(1) == CHUNK - 1, early(), 0), axis=1)
+
+            @pl.when(own == 0)
+            def _():
+                sums_out[row, head, tokens] = tiles.row(rows_of_sums)
+                is_kept = jnp.where(bounds_smem[lax.rem(step, 2), 0, CHUNK - 1] < 0, jnp.float32(1), jnp.float32(0))
+                kept_out[row, chunk, head] = is_kept * jnp.exp2(end)
+
+            plgpu.barrier_wait(keys_in)
+
+            def leave(matrix, target):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                leaving_smem[own] = matrix.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(leaving_smem.at[own], target.at[row, tokens, head, channels])
+
+            from_start = jnp.where(half.bound(0) < 0, jnp.exp2(late()), 0)
+            leave(tiles.matrix(keys_smem.at[QUERY, own]).astype(jnp.float32) * from_start, reading_out)
+            key = tiles.matrix(keys_smem.at[KEY, own]).astype(jnp.float32)
+            solving = (key * (from_start * tiles.down(tiles.row(beta)))).astype(jnp.bfloat16)
+            matrix = tiles.product(
+                *((keys_smem.at[own, side], tiles.turned(keys_smem.at[KEY, side])) for side in range(2))
+            )
+            plgpu.barrier_arrive(keys_out)
+            matrix *= jnp.exp2(late() - early())
+
+            @pl.when(own == 0)
+            def _():
+                # A token with itself does not decay.
+                is_counted = tiles.within(half.bound(0), tiles.iota(0) - half.bound(0) + 1)
+                give_products(step, jnp.where(is_counted, matrix, 0))
+
+            @pl.when(own == 1)
+            def _():
+                is_earlier = tiles.within(half.bound(0), tiles.iota(0) - half.bound(0))
+                give_lower(step, jnp.where(is_earlier, matrix * tiles.down(tiles.row(beta)), 0))
+
+            to_end = jnp.where(half.bound(1) == CHUNK - 1, jnp.exp2(tiles.down(end) - late()), 0)
+            leave(key * to_end, writing_out)
+            give_solving(step, own, solving)
             return ()
 
         def solve(step, _):
@@ -274,7 +355,7 @@ def prepare(query, key, value, log_decay, beta, first, last):
         @pl.when(warpgroup < 2)
         def _():
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-            lax.fori_loop(0, steps, pair, ())
+            lax.fori_loop(0, steps, pair_scalar if is_scalar else pair, ())
             plgpu.barrier_wait(solving_out)
             plgpu.wait_smem_to_gmem(0)
 
@@ -297,29 +378,30 @@ def prepare(query, key, value, log_decay, beta, first, last):
 
     narrow, wide = jnp.bfloat16, jnp.float32
     tokens, square = (batch, length, heads, WIDTH), (batch, chunks, heads, CHUNK, CHUNK)
-    shapes = [(square, narrow), (square, narrow), (tokens, wide), ((2, batch, heads, length), wide)]
-    shapes += [(tokens, narrow)] * 4 + [((batch, chunks, heads, WIDTH), wide)]
+    of_heads, width = ((batch, heads, length), CHUNK) if is_scalar else (tokens, WIDTH)
+    shapes = [(square, narrow), (square, narrow), (of_heads, wide), ((2, batch, heads, length), wide)]
+    shapes += [(tokens, narrow)] * 4 + [((batch, chunks, heads, width), wide)]
     buffer = functools.partial(launcher.swizzled, dtype=narrow)
     products, inverse, sums, depth, *parts = launcher.launch(
         body,
         (query, key, value, log_decay, beta, first, last),
         [jax.ShapeDtypeStruct(*shape) for shape in shapes],
         scratch={
-            "decay_smem": launcher.swizzled((2, CHUNK, HALF), wide),
+            "decay_smem": plgpu.SMEM((CHUNK,), wide) if is_scalar else launcher.swizzled((2, CHUNK, HALF), wide),
             "keys_smem": buffer((2, 2, CHUNK, HALF)),
             "values_smem": buffer((2, CHUNK, HALF)),
-            "early_smem": buffer((4, 2, CHUNK, HALF)),
+            "early_smem": buffer((1, 1, CHUNK, HALF) if is_scalar else (4, 2, CHUNK, HALF)),
             "leaving_smem": buffer((2, CHUNK, HALF)),
             "solving_smem": buffer((2, CHUNK, HALF)),
             "inverse_smem": buffer((CHUNK, CHUNK)),
             "lower_smem": buffer((2, CHUNK, CHUNK)),
             "parts_smem": buffer((2, CHUNK, CHUNK)),
-            "anchors_smem": plgpu.SMEM((2, len(ANCHORS), HALF), wide),
+            "anchors_smem": plgpu.SMEM((2, CHUNK) if is_scalar else (2, len(ANCHORS), HALF), wide),
             "itself_smem": plgpu.SMEM((2, 2, CHUNK), wide),
             "bounds_smem": plgpu.SMEM((2, 2, CHUNK), jnp.int32),
             "beta_smem": plgpu.SMEM((2, CHUNK), wide),
             "value_beta_smem": plgpu.SMEM((CHUNK,), wide),
-            "decay_in": plgpu.Barrier(num_arrivals=4),
+            "decay_in": plgpu.Barrier(num_arrivals=3 if is_scalar else 4),
             "keys_in": plgpu.Barrier(num_arrivals=5),
             "values_in": plgpu.Barrier(num_arrivals=3),
             **{name: plgpu.Barrier(num_arrivals=2) for name in ("decay_out", "keys_out", "is_staged", "is_multiplied")},
@@ -332,5 +414,8 @@ def prepare(query, key, value, log_decay, beta, first, last):
         num_threads=4,
         thread_name="warpgroup",
     )
+    if is_scalar:
+        sums, kept = jnp.moveaxis(sums, 1, 2), parts[-1][..., 0]
+        return products, inverse, sums, jnp.zeros_like(sums), [*parts[:-1], kept]
     depth = jnp.moveaxis(jnp.max(depth, axis=0), 1, 2)
     return products, inverse, sums, depth, parts

@@ -8,7 +8,7 @@ channel, none deeper in a tile than `DEEPEST`, and widths of 128 the kernel of `
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,10 @@ class Settings(NamedTuple):
     scan_stages: int = 3
     gradient_warps: int = 4
     gradient_columns: int = 32
+    pieces: int | None = 1
+    """Into how many a row is cut for the scans; None for as many as fill the GPU. Not timed yet."""
+    is_scalar_on_hopper: bool = False
+    """Whether `hopper_prepare` takes one decay a head too. Not run on a GPU yet."""
 
 
 def reason_against(query: Float[Array, "B S G K"], value: Float[Array, "B S H V"]) -> str | None:
@@ -92,8 +96,9 @@ def delta_rule(
     tokens = [*arrays, *_document_bounds(starts)]
     outputs = []
     for piece in zip(*(jnp.split(array, _pieces(*arrays[:3:2]), axis=1) for array in tokens), strict=True):
-        output, state = _delta_rule(settings, *piece, state)
-        outputs.append(output)
+        results: Any = _delta_rule(settings, *piece, state)
+        outputs.append(results[0])
+        state = results[1]
     return jnp.concatenate(outputs, axis=1)[:, :length], state
 
 
@@ -117,19 +122,20 @@ def _delta_rule(
 def _forward(settings, query, key, value, log_decay, beta, first, last, state):
     call = _Calls(settings, query, value, log_decay)
     products, inverse, sums, depth, parts = call.prepare(query, key, value, log_decay, beta, first, last)
-    results = call.scan(parts, products, state)
-    return results, (query, key, value, beta, first, last, state, products, inverse, sums, depth)
+    transition, entering = call.split(parts, state)
+    results = call.scan(parts, products, entering)
+    saved = query, key, value, beta, first, last, transition, entering, products, inverse, sums, depth
+    return results, saved
 
 
 def _backward(settings, saved, gradients):
-    query, key, value, beta, first, last, state, products, inverse, sums, depth = saved
+    query, key, value, beta, first, last, transition, entering, products, inverse, sums, depth = saved
     output_gradient, state_gradient = gradients
     call = _Calls(settings, query, value, sums)
     parts = call.parts_of_tokens(query, key, value, inverse, sums, beta, first, last)
-    states, written = call.scan(parts, products, state, keep_states=True)
-    state_gradients, solved, initial_gradient = call.scan_back(
-        parts, products, inverse, output_gradient, state_gradient
-    )
+    states, written = call.scan(parts, products, entering, keep_states=True)
+    leaving = call.split_back(parts, products, output_gradient, transition, state_gradient)
+    state_gradients, solved, initial_gradient = call.scan_back(parts, products, inverse, output_gradient, leaving)
     tokens = query, key, value, sums, depth, beta, first, last
     of_chunks = states, state_gradients, written, solved, output_gradient
     if not call.is_on_hopper:
@@ -167,6 +173,10 @@ class _Parts(NamedTuple):
     kept: jax.Array  # exp(G_C)
 
 
+def _matrix_product(one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.matmul(one, other, precision=lax.Precision.HIGHEST)
+
+
 class _Calls:
     """The kernels' launches for arrays of given shapes."""
 
@@ -176,9 +186,18 @@ class _Calls:
         self.key_width, self.group = query.shape[3], self.heads // query.shape[2]
         self.chunks = self.length // CHUNK
         self.decay_width = log_decay.shape[3:]
-        refused = log_decay.ndim == 3 or hopper.reason_against(self.key_width, self.value_width)
-        self.is_on_hopper = not (settings.interpret or refused)
+        is_hopper = not (settings.interpret or hopper.reason_against(self.key_width, self.value_width))
+        self.is_on_hopper = is_hopper and log_decay.ndim == 4
+        self.is_prepared_on_hopper = self.is_on_hopper or (is_hopper and settings.is_scalar_on_hopper)
+        self.pieces = settings.pieces or self.most_pieces()
         self.manual_axis_type = jax.typeof(query).manual_axis_type
+
+    def most_pieces(self) -> int:
+        """A row in pieces takes three scans instead of one: it pays from four pieces on, of eight chunks at least."""
+        blocks = self.batch * self.heads * max(1, self.value_width // self.settings.scan_width)
+        places = 1 if self.settings.interpret else launcher.num_multiprocessors()
+        fitting = (cut for cut in range(places // blocks, 3, -1) if self.chunks % cut == 0 and self.chunks >= 8 * cut)
+        return next(fitting, 1)
 
     def shape(self, *shape: int, dtype=None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype or self.dtype, manual_axis_type=self.manual_axis_type)
@@ -251,14 +270,16 @@ class _Calls:
             warps=self.settings.prepare_warps,
             block=self.settings.prepare_columns,
         )
-        if self.is_on_hopper:
+        if self.is_prepared_on_hopper:
             *prepared, parts = _prepare_on_hopper(None, *tokens)
             prepared += parts
-            places = {len(tokens) + place: place for place in range(len(prepared))}
-            again = call(chunk_kernels.prepare_again, in_specs=[*token_specs, *specs], aliases=places)
-            products, inverse, sums, depth, *parts = again(*tokens, *prepared)
+            if self.decay_width:
+                places = {len(tokens) + place: place for place in range(len(prepared))}
+                again = call(chunk_kernels.prepare_again, in_specs=[*token_specs, *specs], aliases=places)
+                prepared = again(*tokens, *prepared)
         else:
-            products, inverse, sums, depth, *parts = call(chunk_kernels.prepare, in_specs=token_specs)(*tokens)
+            prepared = call(chunk_kernels.prepare, in_specs=token_specs)(*tokens)
+        products, inverse, sums, depth, *parts = prepared
         return products, inverse, sums, depth, _Parts(*parts)
 
     def parts_of_tokens(self, query, key, value, inverse, sums, beta, first, last) -> _Parts:
@@ -274,61 +295,126 @@ class _Calls:
         )(query, key, value, inverse, sums, beta, first, last)
         return _Parts(*parts)
 
-    def scan_specs(self):
-        """Blocks of one head and some value channels; the grid is [value blocks, heads, rows]."""
+    def cut(self, array: jax.Array) -> jax.Array:
+        """Something of tokens or of chunks: each piece a row of its own."""
+        return array.reshape(self.batch * self.pieces, -1, *array.shape[2:])
+
+    def whole(self, array: jax.Array) -> jax.Array:
+        """The way back."""
+        return array.reshape(self.batch, -1, *array.shape[2:])
+
+    def scan_call(self, kernel, arguments: list[tuple[str, jax.Array]], results: list[tuple[str, Any]], **options):
+        """Launch blocks of one piece, one head and some value channels. Arrays are named for what they hold."""
         width = min(self.settings.scan_width, self.value_width)
-        grid = (self.value_width // width, self.heads, self.batch)
-        keys = pl.BlockSpec((None, self.length, None, self.key_width), lambda i, h, b: (b, 0, h, 0))
-        values = pl.BlockSpec((None, self.length, None, width), lambda i, h, b: (b, 0, h, i))
-        square = pl.BlockSpec((None, self.chunks, None, CHUNK, CHUNK), lambda i, h, b: (b, 0, h, 0, 0))
+        length, chunks = self.length // self.pieces, self.chunks // self.pieces
         zeros = (0,) * len(self.decay_width)
-        kept = pl.BlockSpec((None, self.chunks, None, *self.decay_width), lambda i, h, b: (b, 0, h, *zeros))
-        state = pl.BlockSpec((None, None, self.key_width, width), lambda i, h, b: (b, h, 0, i))
-        states = pl.BlockSpec((None, self.chunks, None, self.key_width, width), lambda i, h, b: (b, 0, h, 0, i))
-        return grid, keys, values, square, kept, state, states
+        specs = {
+            "keys": pl.BlockSpec((None, length, None, self.key_width), lambda i, h, b: (b, 0, h, 0)),
+            "values": pl.BlockSpec((None, length, None, width), lambda i, h, b: (b, 0, h, i)),
+            "squares": pl.BlockSpec((None, chunks, None, CHUNK, CHUNK), lambda i, h, b: (b, 0, h, 0, 0)),
+            "kept": pl.BlockSpec((None, chunks, None, *self.decay_width), lambda i, h, b: (b, 0, h, *zeros)),
+            "state": pl.BlockSpec((None, None, self.key_width, width), lambda i, h, b: (b, h, 0, i)),
+            "states": pl.BlockSpec((None, chunks, None, self.key_width, width), lambda i, h, b: (b, 0, h, 0, i)),
+        }
+        columns = max(array.shape[-1] for name, array in [*arguments, *results] if name in ("values", "state"))
+        rows = self.batch * self.pieces
+        return self.call(
+            kernel,
+            (columns // width, self.heads, rows),
+            [specs[name] for name, _ in arguments],
+            [specs[name] for name, _ in results],
+            [self.shape(rows, *shape.shape[1:], dtype=shape.dtype) for _, shape in results],
+            warps=self.settings.scan_warps,
+            stages=self.settings.scan_stages,
+            **options,
+        )(*(array if name == "state" else self.cut(array) for name, array in arguments))
 
-    def scan(self, parts: _Parts, products: jax.Array, state: jax.Array, *, keep_states: bool = False):
+    def state(self, columns: int) -> tuple[str, jax.ShapeDtypeStruct]:
+        return "state", self.shape(1, self.heads, self.key_width, columns, dtype=jnp.float32)
+
+    def split(self, parts: _Parts, state: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+        """Transitions of the pieces [B, pieces, H, K, K], None for whole rows; the states that enter the pieces."""
+        if self.pieces == 1:
+            return None, state
+        writing = [("keys", parts.writing), ("kept", parts.kept)]
+        rows = self.batch * self.pieces
+        nothing = jnp.zeros((rows, *state.shape[1:]), state.dtype)
+        identity = jnp.broadcast_to(jnp.eye(self.key_width), (*nothing.shape[:3], self.key_width))
+        nothing, identity, _ = launcher.vary_together(nothing, identity, state)
+        from_state = ("keys", parts.from_state)
+        arguments = [from_state, ("values", parts.from_value), *writing, ("state", nothing)]
+        (added,) = self.scan_call(chunk_kernels.carry, arguments, [self.state(self.value_width)])
+        arguments = [from_state, *writing, ("state", identity)]
+        (transition,) = self.scan_call(chunk_kernels.carry_identity, arguments, [self.state(self.key_width)])
+        added, transition = (array.reshape(self.batch, self.pieces, *array.shape[1:]) for array in (added, transition))
+        entering = [state]
+        for piece in range(self.pieces - 1):
+            entering.append(added[:, piece] + _matrix_product(transition[:, piece], entering[-1]))
+        return transition, jnp.stack(entering, axis=1).reshape(nothing.shape)
+
+    def split_back(self, parts: _Parts, products, output_gradient, transition, state_gradient) -> jax.Array:
+        """Gradients of the states that leave the pieces."""
+        if transition is None:
+            return state_gradient
+        rows = self.batch * self.pieces
+        nothing = jnp.zeros((rows, *state_gradient.shape[1:]), state_gradient.dtype)
+        nothing, _ = launcher.vary_together(nothing, state_gradient)
+        arguments = [
+            ("keys", parts.from_state),
+            ("keys", parts.reading),
+            ("keys", parts.writing),
+            ("kept", parts.kept),
+            ("squares", products),
+            ("values", output_gradient),
+            ("state", nothing),
+        ]
+        (added,) = self.scan_call(chunk_kernels.carry_back, arguments, [self.state(self.value_width)])
+        added = added.reshape(self.batch, self.pieces, *added.shape[1:])
+        leaving = [state_gradient]
+        for piece in range(self.pieces - 1, 0, -1):
+            through = _matrix_product(jnp.swapaxes(transition[:, piece], 2, 3), leaving[0])
+            leaving.insert(0, added[:, piece] + through)
+        return jnp.stack(leaving, axis=1).reshape(-1, *state_gradient.shape[1:])
+
+    def scan(self, parts: _Parts, products: jax.Array, entering: jax.Array, *, keep_states: bool = False):
         """Output and last state; or the states that enter the chunks and what the tokens write."""
-        grid, keys, values, square, kept, one_state, states = self.scan_specs()
-        tokens = self.tokens(self.value_width)
-        last = self.shape(*state.shape, dtype=jnp.float32)
-        entering = self.of_chunks(self.key_width, self.value_width)
-        return self.call(
-            chunk_kernels.scan,
-            grid,
-            [keys, values, keys, keys, kept, square, one_state],
-            [states, values] if keep_states else [values, one_state],
-            [entering, tokens] if keep_states else [tokens, last],
-            keep_states=keep_states,
-            warps=self.settings.scan_warps,
-            stages=self.settings.scan_stages,
-        )(*parts, products, state)
+        arguments = [
+            ("keys", parts.from_state),
+            ("values", parts.from_value),
+            ("keys", parts.reading),
+            ("keys", parts.writing),
+            ("kept", parts.kept),
+            ("squares", products),
+            ("state", entering),
+        ]
+        chunks, length = self.chunks // self.pieces, self.length // self.pieces
+        tokens = ("values", self.shape(1, length, self.heads, self.value_width))
+        states = ("states", self.shape(1, chunks, self.heads, self.key_width, self.value_width))
+        results = [states, tokens] if keep_states else [tokens, self.state(self.value_width)]
+        first, second = self.scan_call(chunk_kernels.scan, arguments, results, keep_states=keep_states)
+        if keep_states:
+            return self.whole(first), self.whole(second)
+        return self.whole(first), second.reshape(self.batch, self.pieces, *second.shape[1:])[:, -1]
 
-    def scan_back(self, parts: _Parts, products, inverse, output_gradient, state_gradient):
+    def scan_back(self, parts: _Parts, products, inverse, output_gradient, leaving):
         """Gradients of the states that leave the chunks, (I + L)^-T of those of what is written, of the first state."""
-        grid, keys, values, square, kept, one_state, states = self.scan_specs()
-        return self.call(
-            chunk_kernels.scan_back,
-            grid,
-            [keys, keys, keys, kept, square, square, values, one_state],
-            [states, values, one_state],
-            [
-                self.of_chunks(self.key_width, self.value_width),
-                self.tokens(self.value_width),
-                self.shape(*state_gradient.shape, dtype=jnp.float32),
-            ],
-            warps=self.settings.scan_warps,
-            stages=self.settings.scan_stages,
-        )(
-            parts.from_state,
-            parts.reading,
-            parts.writing,
-            parts.kept,
-            products,
-            inverse,
-            output_gradient,
-            state_gradient,
-        )
+        arguments = [
+            ("keys", parts.from_state),
+            ("keys", parts.reading),
+            ("keys", parts.writing),
+            ("kept", parts.kept),
+            ("squares", products),
+            ("squares", inverse),
+            ("values", output_gradient),
+            ("state", leaving),
+        ]
+        chunks, length = self.chunks // self.pieces, self.length // self.pieces
+        tokens = ("values", self.shape(1, length, self.heads, self.value_width))
+        states = ("states", self.shape(1, chunks, self.heads, self.key_width, self.value_width))
+        results = [states, tokens, self.state(self.value_width)]
+        states, solved, initial = self.scan_call(chunk_kernels.scan_back, arguments, results)
+        initial = initial.reshape(self.batch, self.pieces, *initial.shape[1:])[:, 0]
+        return self.whole(states), self.whole(solved), initial
 
     def gradients_on_hopper(
         self, query, key, value, sums, depth, beta, first, last, states, state_gradients, written, solved, *of_output

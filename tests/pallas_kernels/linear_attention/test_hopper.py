@@ -58,6 +58,7 @@ def test_gradients_are_those_of_the_kernels_of_triton(documents):
 
 @jax.jit
 def prepared_by_triton(narrow, wide, segments):
+    """Arguments and results; one decay a head if `log_decay` has no axis of channels."""
     (query, key, value, _), (log_decay, beta, *_) = narrow, wide
     first, last = pallas_triton._document_bounds(document_starts(segments))
     call = pallas_triton._Calls(SETTINGS, query, value, log_decay)
@@ -66,11 +67,14 @@ def prepared_by_triton(narrow, wide, segments):
 
 
 @pytest.mark.slow
-def test_what_tokens_read_and_write_is_that_of_the_kernels_of_triton():
-    arguments, expected = prepared_by_triton(*draw([20, 28, 1, 79], 1))
+@pytest.mark.parametrize("is_scalar", [False, True])
+def test_what_tokens_read_and_write_is_that_of_the_kernels_of_triton(is_scalar):
+    narrow, (log_decay, *wide), segments = draw([20, 28, 1, 79], 1)
+    log_decay = log_decay[..., 0] if is_scalar else log_decay
+    arguments, expected = prepared_by_triton(narrow, [log_decay, *wide], segments)
     with launcher.simulated():
         products, inverse, sums, depth, parts = jax.jit(hopper_prepare.prepare)(*arguments)
-    assert 0 < float(depth.max()) < 110
+    assert is_scalar or 0 < float(depth.max()) < 110
     for one, other in zip((products, inverse, sums, *parts), expected, strict=True):
         one, other = (np.asarray(array, np.float64) for array in (one, other))
         assert np.isfinite(one).all()

@@ -66,6 +66,7 @@ def run(rule):
 
 
 kernels = functools.partial(pallas_triton.delta_rule, settings=SETTINGS)
+split_kernels = functools.partial(pallas_triton.delta_rule, settings=SETTINGS._replace(pieces=5))
 
 
 def expected(arrays, segments, gradients):
@@ -140,6 +141,29 @@ def test_rows_taken_in_pieces_give_the_results_of_whole_ones(monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("is_scalar", [False, True])
+def test_a_row_split_over_the_gpu_gives_what_the_recurrence_gives(is_scalar):
+    for documents in ([320], [60, 140, 120]):
+        for decay in ("bounded", "slow"):
+            arguments = draw(310, documents, decay, key_heads=1 if is_scalar else 2, by_channel=not is_scalar, seed=5)
+            found = run(split_kernels)(*arguments)
+            check(found, *arguments, tolerance=1.2e-2)
+
+
+def test_rows_are_split_only_where_few_heads_leave_the_gpu_idle(monkeypatch):
+    monkeypatch.setattr(launcher, "num_multiprocessors", lambda: 132)
+
+    def pieces(length, heads):
+        found = []
+        array = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
+        calls = lambda array: pallas_triton._Calls(pallas_triton.Settings(pieces=None), array, array, array)  # noqa: E731
+        jax.eval_shape(lambda array: found.append(calls(array).pieces), array)
+        return found[0]
+
+    assert [pieces(32768, heads) for heads in (1, 2, 4, 8, 9, 32)] == [32, 16, 8, 4, 1, 1]
+    assert pieces(1024, 1) == 1
+
+
 def test_what_the_kernels_cannot_take_is_said():
     query = jnp.zeros((1, 64, 2, 128), jnp.bfloat16)
     assert pallas_triton.reason_against(query, query) == "needs a Hopper GPU (compute capability 9.0)"
@@ -166,8 +190,15 @@ def test_the_choice_of_the_plain_form_is_logged_once(caplog):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
-@pytest.mark.parametrize(("by_channel", "key_heads"), [(True, 2), (False, 1)])
-def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(by_channel, key_heads):
+@pytest.mark.parametrize(
+    ("by_channel", "key_heads", "settings"),
+    [
+        (True, 2, pallas_triton.Settings()),
+        (False, 1, pallas_triton.Settings()),
+        (False, 1, pallas_triton.Settings(pieces=2, is_scalar_on_hopper=True)),
+    ],
+)
+def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(by_channel, key_heads, settings):
     pytest.importorskip("jax_cuda13_plugin")
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -176,18 +207,19 @@ def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(by_channel, ke
     mesh = Mesh(np.array(topology.devices), ("data",))
     arrays, segments, gradients = draw(128, [128], key_heads=key_heads, by_channel=by_channel, widths=(128, 128))
     arguments = jax.tree.map(lambda array: jnp.repeat(jnp.asarray(array), 2, axis=0), (arrays, segments, gradients))
-    rule = functools.partial(delta_rule, implementation="pallas")
+    rule = functools.partial(pallas_triton.delta_rule, settings=settings)
     step = jax.shard_map(run(rule), mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         text = jax.jit(step).lower(*shapes).compile().as_text()
+    split = ("carry", "carry_identity", "carry_back") if settings.pieces == 2 else ()
     on_hopper = (
         ("value_gradients", "key_gradients_mosaic_gpu", "prepare_chunks_mosaic_gpu", "prepare_again")
         if by_channel
         else ()
     )
-    for kernel in ("prepare", "parts_of_tokens", "scan", "scan_back", "gradients", *on_hopper):
+    for kernel in ("prepare", "parts_of_tokens", "scan", "scan_back", "gradients", *on_hopper, *split):
         assert f'"{kernel}' in text or kernel in text
 
 
@@ -200,6 +232,21 @@ def test_results_on_a_gpu_are_near_float64_and_bitwise_repeatable(length, by_cha
     for decay in DECAYS:
         documents = [3, 60, 1, length]
         arguments = draw(length, documents, decay, key_heads=key_heads, by_channel=by_channel, widths=(128, 128))
+        found, again = (rule(*arguments) for _ in range(2))
+        check(found, *arguments, tolerance=8e-3)
+        for one, other in zip(found, again, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
+@pytest.mark.parametrize(("by_channel", "key_heads"), [(True, 2), (False, 1)])
+def test_what_is_not_the_default_yet_is_near_float64_on_a_gpu_and_bitwise_repeatable(by_channel, key_heads):
+    settings = pallas_triton.Settings(pieces=4, is_scalar_on_hopper=True)
+    rule = run(functools.partial(pallas_triton.delta_rule, settings=settings))
+    for decay in DECAYS:
+        documents = [3, 60, 1, 960]
+        arguments = draw(1024, documents, decay, key_heads=key_heads, by_channel=by_channel, widths=(128, 128))
         found, again = (rule(*arguments) for _ in range(2))
         check(found, *arguments, tolerance=8e-3)
         for one, other in zip(found, again, strict=True):
