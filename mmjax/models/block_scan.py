@@ -131,7 +131,9 @@ def scan_across_blocks(
             of_layers: list[Any] = [None] * num_positions
             for position in reversed(range(num_positions)):
                 known = trained[position], others[position], sums, shared
-                found = pullbacks[position].call(known, kept[position], (of_running, of_records[position]))
+                # Nothing is computed again before it is its turn; weights may be gathered.
+                of_running, arrays = together((of_running, kept[position]))
+                found = pullbacks[position].call(known, arrays, (of_running, of_records[position]))
                 of_layers[position], of_running, of_mixed = found
                 of_sums = jax.tree.map(jnp.add, of_sums, of_mixed)
                 if position + 1 < num_positions:

@@ -47,10 +47,10 @@ def plan_segments(model: ModelConfig, first_layer: int = 0, end_layer: int | Non
     kinds, num_deep = layer_kinds(model), len(model.vision.deep_layers)
     last = model.num_layers if end_layer is None else end_layer
     block_size = block_layers(model)
-    is_whole = model.layer_loops == "whole"
     segments = []
     layer = first_layer
     while layer < last:
+        is_whole = model.layer_loops == "whole" and layer >= num_deep
         block_end = last if is_whole else min(layer // block_size * block_size + block_size, last)
         # Layers that get additions form segments of their own.
         end = num_deep if layer < num_deep < block_end else block_end

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -36,16 +37,30 @@ def gather_for_use(
     if math.prod(sizes[axis] for axis in mesh_axes) == 1:
         # Nothing to gather; XLA would copy the weight all the same.
         return weight.astype(dtype)
-    return gather(weight, mesh_axes, dimension, np.dtype(dtype), weight.dtype)
+    # Experts' kernels want their weights as they lie.
+    return gather(weight, mesh_axes, dimension, np.dtype(dtype), weight.dtype, name == "expert_hidden")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
 def gather(
-    array: jax.Array, mesh_axes: tuple[str, ...], dimension: int, dtype: np.dtype, gradient_dtype: np.dtype
+    array: jax.Array,
+    mesh_axes: tuple[str, ...],
+    dimension: int,
+    dtype: np.dtype,
+    gradient_dtype: np.dtype,
+    keeps_layout: bool = False,
 ) -> jax.Array:
     """The shards of all devices as `dtype`, one after the other; gradients are summed as `gradient_dtype`, that of
-    `array`."""
-    return lax.all_gather(array.astype(dtype), mesh_axes, axis=dimension, tiled=True)
+    `array`.
+
+    To gather along another axis than the first, XLA has that one lie outermost in memory, shards and result, and
+    before a loop over layers it copies their whole stack so. `keeps_layout` copies what was gathered instead.
+    """
+    if not keeps_layout:
+        return lax.all_gather(array.astype(dtype), mesh_axes, axis=dimension, tiled=True)
+    shards = lax.all_gather(array.astype(dtype), mesh_axes)
+    shape = (*array.shape[:dimension], -1, *array.shape[dimension + 1 :])
+    return jnp.moveaxis(shards, 0, dimension).reshape(shape)
 
 
 def _gather_forward(weight: jax.Array, *static: Any) -> tuple[jax.Array, None]:
@@ -53,7 +68,13 @@ def _gather_forward(weight: jax.Array, *static: Any) -> tuple[jax.Array, None]:
 
 
 def _gather_backward(
-    mesh_axes: tuple[str, ...], dimension: int, dtype: np.dtype, gradient_dtype: np.dtype, _: None, cotangent: jax.Array
+    mesh_axes: tuple[str, ...],
+    dimension: int,
+    dtype: np.dtype,
+    gradient_dtype: np.dtype,
+    keeps_layout: bool,
+    _: None,
+    cotangent: jax.Array,
 ) -> tuple[jax.Array]:
     wide = cotangent.astype(gradient_dtype)
     return (lax.psum_scatter(wide, mesh_axes, scatter_dimension=dimension, tiled=True),)

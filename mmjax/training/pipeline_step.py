@@ -19,6 +19,7 @@ from mmjax.models.layout import (
     LayerAddress,
     Segment,
     block_layers,
+    block_starts,
     layer_address,
     num_devices,
     plan_segments,
@@ -296,7 +297,7 @@ class _Stages:
             stage == self.last,
             self.num_frozen[stage],
             tuple(slot(layer) for layer in layers),
-            tuple((s.kinds, s.num_repeats, s.starts_block) for s in self._segments(stage)),
+            tuple((s.kinds, s.num_repeats, block_starts(self.model, s).tobytes()) for s in self._segments(stage)),
         )
 
     def _segments(self, stage: int) -> tuple[Segment, ...]:

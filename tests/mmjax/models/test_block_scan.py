@@ -6,7 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.config import DataConfig, GroupedAttentionConfig, MeshConfig, ModelConfig, MoeConfig, RunConfig, VisionConfig
+from mmjax.config import (
+    DataConfig,
+    GroupedAttentionConfig,
+    MeshConfig,
+    ModelConfig,
+    MoeConfig,
+    RunConfig,
+    TrainingConfig,
+    VisionConfig,
+)
 from mmjax.models.block_scan import scan_across_blocks
 from mmjax.models.layout import Relayout, plan_segments
 from mmjax.models.stack import gradients_together
@@ -141,11 +150,22 @@ def gradient(config):
     return loss, gradients
 
 
-def test_a_model_gives_the_same_loss_and_gradients_with_loops_across_blocks():
-    wide = {"parameter_dtype": "float64", "compute_dtype": "float64"}
+WIDE = {"parameter_dtype": "float64", "compute_dtype": "float64"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stages"),
+    [
+        (MeshConfig(fsdp=2, tensor=2), ()),
+        # The second stage begins within a block, and goes on into the next.
+        pytest.param(MeshConfig(pipe=2), (1, 3), marks=pytest.mark.slow),
+    ],
+    ids=["fsdp and tensor", "pipeline"],
+)
+def test_a_model_gives_the_same_loss_and_gradients_with_loops_across_blocks(mesh, stages):
     with jax.enable_x64(True):
-        blocks, whole = run_with(**wide), run_with(layer_loops="whole", **wide)
-        whole = dataclasses.replace(whole, mesh=MeshConfig(fsdp=2, tensor=2))
+        blocks, whole = run_with(**WIDE), run_with(layer_loops="whole", pipeline_stages=stages, **WIDE)
+        whole = dataclasses.replace(whole, mesh=mesh, training=TrainingConfig(accumulation=mesh.pipe))
         assert [len(plan_segments(run.model)) for run in (blocks, whole)] == [3, 2]
         (wanted_loss, wanted), (loss, found) = gradient(blocks), gradient(whole)
         found = Relayout(whole.model, blocks.model).apply(found, wanted)

@@ -8,6 +8,7 @@ import pytest
 from mmjax.config import ModelConfig, MoeConfig, layer_kinds
 from mmjax.models.layout import (
     Relayout,
+    block_starts,
     layer_address,
     num_devices,
     parameter_stacks,
@@ -19,11 +20,12 @@ from mmjax.models.layout import (
 from mmjax.presets.kimi_k3 import kimi_k3
 
 K3 = kimi_k3()
+WHOLE = dataclasses.replace(K3, layer_loops="whole")
 STAGED = dataclasses.replace(K3, pipeline_stages=(23, 23, 24, 23))
 INTERLEAVED = dataclasses.replace(K3, pipeline_stages=(11, 12, 11, 12, 12, 12, 12, 11), pipeline_chunks=2)
 
 
-@pytest.mark.parametrize("model", [K3, STAGED, INTERLEAVED], ids=["whole", "stages", "interleaved"])
+@pytest.mark.parametrize("model", [K3, WHOLE, STAGED, INTERLEAVED], ids=["blocks", "whole", "stages", "interleaved"])
 def test_each_layer_has_a_place_of_its_own_among_layers_of_its_kind(model):
     kinds, stacks = layer_kinds(model), parameter_stacks(model)
     places = [layer_address(model, layer) for layer in range(model.num_layers)]
@@ -54,6 +56,23 @@ def test_segments_of_stages_end_at_blocks_and_stages():
         segments = plan_segments(STAGED, layers.start, layers.stop)
         assert [layer for s in segments for layer in range(s.first_layer, s.first_layer + s.num_layers)] == list(layers)
         assert [s.first_layer for s in segments if s.starts_block] == [layer for layer in layers if layer % 12 == 0]
+
+
+def test_loops_across_blocks_leave_seven_layers_to_compile_and_know_where_blocks_begin():
+    assert sum(len(stack.kinds) for stack in parameter_stacks(K3)) == 36
+    assert [(len(stack.kinds), stack.num_repeats) for stack in parameter_stacks(WHOLE)] == [
+        (1, 1),
+        (4, 22),
+        (1, 2),
+        (1, 2),
+    ]
+    begun = [
+        segment.first_layer + place
+        for segment in plan_segments(WHOLE)
+        for place in np.flatnonzero(block_starts(WHOLE, segment))
+    ]
+    assert begun == list(range(0, 93, 12))
+    assert without_pipeline(WHOLE) == K3
 
 
 def test_arrays_go_to_a_pipelines_layout_and_back_and_empty_slots_are_zero():

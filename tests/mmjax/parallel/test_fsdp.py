@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mmjax.axes import DATA_AXES, WEIGHT_AXES
+from mmjax.axes import DATA_AXES, TENSOR, WEIGHT_AXES
 from mmjax.config import MeshConfig
 from mmjax.models.layers import rms_norm
 from mmjax.parallel.fsdp import gather_for_use, make_varying
@@ -76,3 +76,22 @@ def test_a_norm_scale_adds_its_gradient_up_over_tokens_in_its_own_dtype():
     gradient = jax.jit(jax.grad(lambda scale: jnp.sum(rms_norm(inputs, scale, 0.0).astype(jnp.float32))))(jnp.ones(2))
     # A running sum in bfloat16 stops at 256.
     np.testing.assert_array_equal(gradient, [4096.0, 4096.0])
+
+
+def test_experts_are_gathered_along_an_axis_of_their_own_and_come_out_in_order():
+    weight, factors = np.arange(2.0 * 8 * 3).reshape(2, 8, 3), np.cos(np.arange(48.0)).reshape(2, 8, 3)
+    mesh, resting = make_mesh(MeshConfig(fsdp=4)), spec("experts", "expert_hidden", None)
+
+    def use(weight):
+        return make_varying(gather_for_use(weight, ("experts", "expert_hidden", None), (2, 8, 3), np.float32))
+
+    def loss(weight, factors):
+        return lax.psum(jnp.sum(use(weight) * make_varying(factors)), (*DATA_AXES, TENSOR))
+
+    def run(function, *specs, out):
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out))
+
+    whole = run(lambda weight: use(weight)[None], resting, out=jax.P((*DATA_AXES, TENSOR)))(weight.astype(np.float32))
+    np.testing.assert_array_equal(whole, np.broadcast_to(weight, (4, 2, 8, 3)))
+    gradient = run(jax.grad(loss), resting, jax.P(), out=resting)(*(a.astype(np.float32) for a in (weight, factors)))
+    np.testing.assert_allclose(gradient, 4 * factors, rtol=1e-6)
