@@ -13,8 +13,7 @@ from mmjax.planner.parameters import ITEM_BYTES, PACKED_BYTES, ParameterArray, S
 from mmjax.planner.schedules import ScheduleCost, schedule_cost
 
 _INT32 = 4
-# Values, gradients and temporaries for each intermediate value of a layer: set by two compiled programs (CPU, five
-# layers of width 256, 4 devices), whose peaks the whole estimate then meets within 5 %.
+# Values, gradients and temporaries for each intermediate value of a layer: set by compiled programs.
 _COPIES = 3.0
 
 
@@ -31,7 +30,7 @@ class DeviceBytes:
     gradients: float
     """As they are summed over micro-batches, in at least float32."""
     micro_batch_gradients: float
-    """Of the micro-batch at work, before they are added to the sum."""
+    """Of the micro-batch at work, before they are added to the sum; none where it is the only one."""
     saved_activations: float
     """What the backward pass of one micro-batch finds: inputs and decisions of layers, or all intermediate values."""
     gathered_weights: float
@@ -62,7 +61,8 @@ class DeviceBytes:
 
 def device_bytes(config: RunConfig, tuning: Tuning = FULL) -> DeviceBytes:
     """Bytes of a step of `config` on its mesh."""
-    return bytes_of_shards(config, shards(trained_arrays(config.model, tuning), config.mesh))
+    arrays = trained_arrays(config.model, tuning)
+    return bytes_of_shards(config, shards(arrays, config.mesh, config.model.pipeline_stages))
 
 
 def bytes_of_shards(config: RunConfig, held: Sequence[Shard]) -> DeviceBytes:
@@ -83,7 +83,9 @@ def bytes_of_shards(config: RunConfig, held: Sequence[Shard]) -> DeviceBytes:
         ),
         batch=config.data.rows / config.mesh.num_row_shards * row_bytes(config),
         gradients=sum(entries * ITEM_BYTES[wide(array.dtype)] for array, entries in trained),
-        micro_batch_gradients=sum(entries * ITEM_BYTES[array.dtype] for array, entries in trained),
+        micro_batch_gradients=sum(entries * ITEM_BYTES[array.dtype] for array, entries in trained)
+        if config.training.accumulation > 1
+        else 0.0,
         saved_activations=flight.saved_activations() + kept_weight_bytes(config, held),
         gathered_weights=gathered_weight_bytes(config, held),
         working_set=flight.largest_working_set(),
@@ -251,7 +253,15 @@ class InFlight:
         return max([*layers, self.loss_working_set(), self.tower_working_set()])
 
     def layer_working_set(self, mixer: str, mlp: str) -> float:
-        """Intermediate values of one decoder layer, kept for its own backward pass, with their copies and gradients."""
+        """Intermediate values of one decoder layer, kept for its own backward pass, with their copies and gradients.
+
+        Of grouped attention and a dense MLP what is there at one time: the MLP's values and gradients beside what the
+        mixer keeps, then the mixer's with four copies of a chunk's scores. Of other layers three times all values.
+        """
+        residual = 4 * self.num_streams * self.tokens * self.model.width * self.compute
+        if mixer == "full" and mlp == "dense" and self.model.full_attention_kind == "grouped":
+            values, scores = self._grouped_attention_parts()
+            return residual + max(values + 2 * self._mlp(self.model.moe.dense_width), 2 * values + 4 * scores)
         if mixer == "linear":
             is_kimi_delta = self.model.linear_attention_kind == "kimi_delta"
             values = self._linear_attention() if is_kimi_delta else self._gated_delta_net()
@@ -260,7 +270,6 @@ class InFlight:
         else:
             values = self._full_attention()
         values += self._experts() if mlp == "moe" else self._mlp(self.model.moe.dense_width)
-        residual = 4 * self.num_streams * self.tokens * self.model.width * self.compute
         return _COPIES * (values + residual)
 
     def exchange_buffers(self) -> float:
@@ -366,14 +375,18 @@ class InFlight:
         )
 
     def _grouped_attention(self) -> float:
-        """Per token: q and k before and after they turn, v, gate and mix; k and v of whole rows; scores of one chunk of
-        queries."""
+        """What is kept, and scores of one chunk of queries and their gradient."""
+        values, scores = self._grouped_attention_parts()
+        return values + 2 * scores
+
+    def _grouped_attention_parts(self) -> tuple[float, float]:
+        """(per token q and k before and after they turn, v, gate and mix, k and v of whole rows; scores of a chunk)."""
         grouped = self.model.grouped_attention
         heads, key_heads = grouped.num_heads / self.mesh.tensor, grouped.num_key_heads / self.mesh.tensor
         values = self.tokens * grouped.head_width * (4 * heads + 3 * key_heads) * self.compute
         values += self.tokens * (self.mesh.context - 1) * 2 * key_heads * grouped.head_width * self.compute
         chunk = self.rows * min(grouped.query_chunk_tokens, self.row_tokens)
-        return values + chunk * 2 * heads * self.config.data.row_tokens * self.wide
+        return values, chunk * heads * self.config.data.row_tokens * self.wide
 
     def _experts(self) -> float:
         """Router scores; copies and outputs of t A rows; 3 hidden values a row; the shared MLP."""

@@ -1,7 +1,7 @@
 """Every array of a model, from its settings alone: shape, how it rests split, dtype, how often it occurs."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -121,15 +121,21 @@ class Shard:
         return self.rest_entries * self.gather_factor
 
 
-def shards(arrays: Iterable[ParameterArray], mesh: MeshConfig) -> list[Shard]:
-    """The shard of each array: its axes are split as the sharding table says."""
+def shards(arrays: Iterable[ParameterArray], mesh: MeshConfig, stages: Sequence[int] = ()) -> list[Shard]:
+    """The shard of each array: its axes are split as the sharding table says.
+
+    `stages`: layers of each pipeline stage, of which the fullest device counts, kinds of layers mixed alike; empty
+    shares them out evenly.
+    """
+    fullest = max((sum(stages[device :: mesh.pipe]) for device in range(mesh.pipe)), default=0) if stages else 0
+    share = fullest / sum(stages) if stages else 1 / mesh.pipe
     sizes, found = mesh.sizes, []
 
     def num_parts(mesh_axes: Iterable[str]) -> int:
         return math.prod(sizes[name] for name in mesh_axes)
 
     for array in arrays:
-        count = -(-array.count // mesh.pipe) if array.in_decoder_layer else array.count
+        count = math.ceil(round(array.count * share, 9)) if array.in_decoder_layer else array.count
         split_over, gathered_over = _split_of(array, array.shape, mesh)
         entries = count * array.layer_size // num_parts(split_over)
         if array.is_packed:

@@ -12,7 +12,7 @@ from mmjax.planner.cost import model_flops_utilisation
 from mmjax.planner.device_order import nested_order, nestings
 from mmjax.planner.hardware import Cluster
 from mmjax.planner.memory import DeviceBytes, bytes_of_shards
-from mmjax.planner.parameters import shards
+from mmjax.planner.parameters import ITEM_BYTES, PACKED_BYTES, shards
 from mmjax.planner.step_time import Rates, StepClock, StepTime
 from mmjax.planner.units import format_bytes, format_seconds
 from mmjax.planner.ways import Way, Ways
@@ -235,6 +235,12 @@ def memory_reason(memory: DeviceBytes, cluster: Cluster) -> str:
 def fits(config: RunConfig, cluster: Cluster, tuning: Tuning = FULL) -> bool:
     """Whether any plan fits: the smallest micro-batches, nothing kept but the inputs of layers, need least memory."""
     clock = StepClock(config, cluster, tuning=tuning)
+    # However they are split, all devices together hold every array once.
+    held = sum(
+        array.size * (PACKED_BYTES if array.is_packed else ITEM_BYTES[array.dtype]) for array in clock.arrays_of(config)
+    )
+    if held > cluster.num_devices * cluster.usable_bytes:
+        return False
     for base in _meshes(config, cluster):
         if not _reason_against_mesh(base):
             *_, smallest = _micro_batches(base)

@@ -74,12 +74,16 @@ class Ways:
     def _evaluate(self, config: RunConfig, held: Sequence[Shard]) -> Way:
         key = (config.mesh, config.model.moe.expert_axes)
         if key not in self._at_rest:
-            everything = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="none"))
-            self._at_rest = {key: (bytes_of_shards(config, held), kept_weight_bytes(everything, held))}
+            several = dataclasses.replace(config.training, accumulation=max(2, config.training.accumulation))
+            everything = dataclasses.replace(
+                config, model=dataclasses.replace(config.model, remat="none"), training=several
+            )
+            self._at_rest = {key: (bytes_of_shards(everything, held), kept_weight_bytes(everything, held))}
         memory, weights = self._at_rest[key]
         flight = InFlight(config)
         memory = dataclasses.replace(
             memory,
+            micro_batch_gradients=memory.micro_batch_gradients if config.training.accumulation > 1 else 0.0,
             saved_activations=flight.saved_activations() + (weights if config.model.remat == "none" else 0.0),
             working_set=flight.largest_working_set(),
             exchange_buffers=flight.exchange_buffers(),

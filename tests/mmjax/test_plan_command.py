@@ -1,5 +1,6 @@
 """The plan command: what it prints and writes, and how it ends."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,9 +10,11 @@ import pytest
 
 from mmjax import plan
 from mmjax.config import check, from_yaml
+from mmjax.parallel import described
 from mmjax.planner.adapters import Tuning, trained_arrays
 from mmjax.planner.machine import discover
 from mmjax.planner.topology import read_cluster
+from mmjax.train import read_command
 from mmjax.training.dry_run import tuning_of
 
 SMALL = ["--model", "kimi_linear_48b", "--cluster", "8xh200", "--seq", "4096", "--rows", "16"]
@@ -24,6 +27,10 @@ def test_a_plan_is_printed_and_its_settings_run(tmp_path, capsys):
         assert text in printed
     config = from_yaml((tmp_path / "plan.yaml").read_text(), "plan.yaml")
     assert check(config) == [] and config.mesh.num_devices == 8
+    # Settings of another run take the plan.
+    taken = read_command(["--plan", str(tmp_path / "plan.json"), "--data.rows", "32"]).settings
+    assert (taken.mesh, taken.training, taken.data.rows) == (config.mesh, config.training, 32)
+    assert taken.model.remat_keep == config.model.remat_keep
     plans = json.loads((tmp_path / "plans.json").read_text())
     assert plans[0]["mesh"] == config.mesh.sizes and plans[0]["reason"] == "the fastest that fits"
     assert (tmp_path / "plans.png").stat().st_size > 5000
@@ -44,6 +51,38 @@ def test_adapters_of_experts_alone_are_planned_but_no_settings_are_written(tmp_p
     assert plan.main([*SMALL, "--lora", "--rank", "0", "--expert-rank", "1", "--output", str(tmp_path)]) == 0
     assert "no plan.yaml" in capsys.readouterr().out
     assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_a_plan_stands_until_the_mix_of_modalities_changes(tmp_path, capsys):
+    def run(rows: int, patches: int, *more: str) -> str:
+        model = ["--model", "kimi_k3_tiny", "--cluster", "2xh200", "--seq", "512", "--rows", str(rows)]
+        assert plan.main([*model, "--row-patches", str(patches), "--output", str(tmp_path), *more]) == 0
+        return capsys.readouterr().out
+
+    assert "branches" in run(4, 64)
+    since = ["--since", str(tmp_path / "plan.json"), "--threshold", "0.05"]
+    assert "the plan stands" in run(8, 64, *since)
+    again = run(4, 512, *since)
+    assert "planning again" in again and "branches" in again
+    assert plan.main(["--cluster", "2xh200", "--since", str(tmp_path / "plans.json")]) == 2
+
+
+def test_a_measured_imbalance_sizes_the_buffers(capsys):
+    command = plan.Command(model="kimi_linear_48b", imbalance=1.5)
+    config, _ = plan.describe_run(command, plan.find_preset("kimi_linear_48b")(), read_cluster("8xh200"))
+    assert config.model.moe.capacity_factor == 1.5
+    assert "1.5 times the mean, rounds: 1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in described._PLUGINS), reason="needs the extra deviceless"
+)
+def test_plans_are_confirmed_by_compiled_steps(capsys):
+    model = ["--model", "smollm2_135m", "--cluster", "2xh200", "--seq", "512", "--rows", "8"]
+    assert plan.main([*model, "--confirm", "1", "--confirm-layers", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "compiled for 1x2xh200" in printed and "bytes at the peak" in printed and "(1 layers)" in printed
 
 
 def test_when_nothing_fits_it_says_what_would(capsys):
