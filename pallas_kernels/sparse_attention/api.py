@@ -227,12 +227,11 @@ def indexer_loss(
     """
     if indices is not None and key.shape[2] != 1:
         raise ValueError(f"selected keys are latents that all heads share; got {key.shape[2]} key heads, give 1")
-    if indices is None:
-        reason = "takes selected keys only"
-    else:
+    reason = "takes selected keys only"
+    if indices is not None:
         reason = hopper.reason_against_loss(index_query, index_key, query, key)
     implementation = _choose("indexer_loss", implementation, reason)
-    if implementation == "pallas":
+    if implementation == "pallas" and indices is not None:
         latent = key[:, :, 0]
         return hopper.indexer_loss(
             index_query,

@@ -76,7 +76,7 @@ def selected_attention(
     """Output [B, Q, H, V], and natural logarithms of the sums of exponentials [B, Q, H], without gradient."""
     query, latent, indices = launcher.vary_together(query, latent, indices)
     rows, queries, num_heads, width = query.shape
-    out, sums = _attend(
+    out, sums = _attend(  # pyright: ignore[reportGeneralTypeIssues]
         options, query.reshape(-1, num_heads, width), latent.reshape(-1, width), end_to_end(indices, latent.shape[1])
     )
     sums = lax.stop_gradient(sums[:, :num_heads]) * jnp.log(jnp.float32(2))
@@ -209,8 +209,17 @@ def _divergence_forward(index_query, index_key, head_weight, indices, target):
 
 
 def _divergence_backward(kept, loss_gradient):
-    index_query, index_key, *_ = kept
-    by_query, by_key, by_weight = selected_loss.gradients(*kept, loss_gradient, interpret=launcher.is_simulated())
+    index_query, index_key, head_weight, indices, target, normals = kept
+    by_query, by_key, by_weight = selected_loss.gradients(
+        index_query,
+        index_key,
+        head_weight,
+        indices,
+        target,
+        normals,
+        loss_gradient,
+        interpret=launcher.is_simulated(),
+    )
     return by_query.astype(index_query.dtype), by_key.astype(index_key.dtype), by_weight, None, None
 
 

@@ -24,10 +24,6 @@ from pallas_kernels.sparse_attention.hopper_forward import HEADS, Items, copy_ke
 PARTS = 2
 """Warpgroups that compute."""
 THREADS = 128 * (PARTS + 1)
-STAGES = 2
-"""Buffers [64, 64] of float32 of each warpgroup that computes, where its columns of the keys were."""
-TILE_BYTES = 1024
-"""Eight rows of 64 columns of keys lie together."""
 
 
 def backward(
@@ -54,7 +50,6 @@ def backward(
     items = Items(min(launcher.num_multiprocessors(), num_queries * num_tiles), num_tiles, num_queries * num_tiles)
     counts = count_blocks(indices)
     factor = scale * math.log2(math.e)
-    is_staged = unit is None and num_pieces >= 4 * PARTS and not launcher.is_simulated()
     # What the blocks of the grid count in until all have cleared their share. It depends on an argument, so that no two
     # calls share it.
     waiting = jnp.minimum(counts[:1], 0)
@@ -139,23 +134,13 @@ def backward(
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(graded)
                     gradient = tiles.accumulate(gradient, [(scores_smem, columns_of_keys(cut)) for cut in cuts])
-                    if not is_staged:
-                        plgpu.barrier_arrive(emptied.at[slot])
-                    for order, piece in enumerate(pieces):
+                    plgpu.barrier_arrive(emptied.at[slot])
+                    for piece in pieces:
                         factors = [(tiles.turned(scores_smem), query_smem.at[piece])]
                         if piece < num_pieces - 1:
                             factors.append((tiles.turned(weights_smem), gradient_smem.at[piece]))
-                        rows, column = tiles.product(BLOCK, *factors), jnp.int32(piece * BLOCK)
-                        if is_staged:
-                            stage = pieces[order % STAGES * 2] * TILE_BYTES
-                            _stage_rows(rows, keys_smem.at[slot], stage)
-                            _add_staged_rows(index, keys_smem.at[slot], stage, latent_out, column)
-                        else:
-                            _add_rows(rows, index, latent_out, column, unit_gmem)
-                    if is_staged:
-                        _await_staged_rows(0)
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(emptied.at[slot])
+                        rows = tiles.product(BLOCK, *factors)
+                        _add_rows(rows, index, latent_out, jnp.int32(piece * BLOCK), unit_gmem)
                     plgpu.barrier_arrive(added)
                     return number + 1, *gradient
 
@@ -176,8 +161,6 @@ def backward(
 
             indices.wait_for_rest(lax.fori_loop(0, items.count(), item, jnp.int32(0)))
             plgpu.wait_smem_to_gmem(0)
-            if is_staged:
-                _await_staged_rows(0, is_read_only=False)
             if part == 0:
                 plgpu.barrier_wait(added)
                 plgpu.barrier_wait(query_emptied)
@@ -257,94 +240,6 @@ def _clear(target: Any, waiting: Any, workers: int) -> None:
     run_ptx("\n".join(lines), "l,l,r", refs, (lax.axis_index("worker"),))
 
 
-def _stage_rows(rows: jax.Array, keys: Any, stage: int) -> None:
-    """Write `rows` [64, 64] to the buffer that begins `stage` bytes into the first rows of `keys` [64, L]."""
-    _await_staged_rows(STAGES - 1)
-    plgpu.commit_smem()
-    width = keys.shape[1]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(launcher.swizzle(width, keys.dtype))))
-    def write(_, array, keys):
-        from jax.experimental.mosaic.gpu import utils
-
-        lines = [
-            "{ .reg .u32 thread, row, place, odd; .reg .f32 sent, got<2>, out<4>; .reg .pred is_odd;",
-            "mov.u32 thread, %tid.x; and.b32 odd, thread, 1; setp.ne.u32 is_odd, odd, 0; mul.lo.u32 place, odd, 24;",
-            "and.b32 odd, thread, 3; mad.lo.u32 place, odd, 8, place; bfe.u32 row, thread, 2, 3;",
-            "mad.lo.u32 place, row, 256, place; bfe.u32 row, thread, 5, 2;",
-            # A warp has two rows of tiles.
-            f"mad.lo.u32 place, row, {32 * width}, place; add.u32 place, place, $0;",
-        ]
-        for number in range(2):
-            for pair in range(4):
-                lines += _exchange(1 + 16 * number + 4 * pair)
-                at = stage + 16 * width * number + 64 * pair
-                lines.append(f"st.shared.v4.f32 [place + {at}], {{out0, out1, out2, out3}};")
-        _insert("\n".join([*lines, "}"]), "r", [utils.memref_ptr(keys)], _values(array))
-
-    write(rows, keys)  # pyright: ignore[reportCallIssue]
-    plgpu.commit_smem()
-
-
-def _add_staged_rows(index: Any, keys: Any, stage: int, target: Any, column: jax.Array) -> None:
-    """Start adding the rows of a buffer to `target[index, column : column + 64]`, those of holes not at all."""
-    width = keys.shape[1]
-    lines = [
-        "{ .reg .u32 thread, place, row; .reg .s32 token; .reg .u64 at; .reg .pred is_row;",
-        "mov.u32 thread, %tid.x; and.b32 thread, thread, 127; setp.lt.u32 is_row, thread, 64;",
-        "mad.lo.u32 place, thread, 4, $0; mov.s32 token, -1; @is_row ld.shared.s32 token, [place];",
-        "setp.ge.s32 is_row, token, 0; shr.u32 row, thread, 3; and.b32 place, thread, 7; shl.b32 place, place, 8;",
-        f"mad.lo.u32 place, row, {16 * width}, place; add.u32 place, place, $1; max.s32 token, token, 0;",
-        f"mad.lo.u32 row, token, {width}, $3; mul.wide.u32 at, row, 4; add.u64 at, at, $2;",
-        f"@is_row cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [at], [place + {stage}], {4 * BLOCK};",
-        "cp.async.bulk.commit_group; }",
-    ]
-    refs = (index, ()), (keys, launcher.swizzle(width, keys.dtype)), (target, ())
-    run_ptx("\n".join(lines), "r,r,l,r", refs, (column,))
-
-
-def _await_staged_rows(num_newest: int, *, is_read_only: bool = True) -> None:
-    """Wait until all but this thread's newest additions have read their rows, or are done."""
-    run_ptx(f"cp.async.bulk.wait_group{'.read' if is_read_only else ''} {num_newest};", "", ())
-
-
-def _exchange(first: int) -> list[str]:
-    """PTX: neighbours exchange pairs of four values, so that each has four columns in a row, in `out`.
-
-    Those of the thread with the odd number lie in the next 8 columns.
-    """
-    lines = []
-    for half in range(2):
-        one, other = f"${first + half}", f"${first + 2 + half}"
-        lines += [
-            f"selp.f32 sent, {one}, {other}, is_odd; shfl.sync.bfly.b32 got{half}, sent, 1, 31, 0xffffffff;",
-            f"selp.f32 out{half}, got{half}, {one}, is_odd; selp.f32 out{2 + half}, {other}, got{half}, is_odd;",
-        ]
-    return lines
-
-
-def _values(array: Any) -> list[Any]:
-    """A thread's values of a matrix [64, 64]: of its first row and of that 8 rows below, pairs of columns in order."""
-    from jaxlib.mlir.dialects import vector
-
-    # Of a register the second number of its place counts pieces of 8 columns, the fifth pieces of 8 rows.
-    places = sorted(np.ndindex(array.registers.shape), key=lambda place: (place[4], place[1]))
-    return [
-        vector.extract(array.registers[place], dynamic_position=[], static_position=[number])
-        for place in places
-        for number in range(2)
-    ]
-
-
-def _insert(instructions: str, constraints: str, operands: list[Any], values: list[Any]) -> None:
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
-    constraints = ",".join([constraints, *("f" for _ in values)])
-    void = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(void, [*operands, *values], instructions, constraints, has_side_effects=True)
-
-
 def _add_rows(rows: jax.Array, index: Any, target: Any, column: jax.Array, unit: list[Any]) -> None:
     """Add `rows` [64, 64] to `target[index, column : column + 64]`, those of holes not at all."""
     if launcher.is_simulated():
@@ -358,12 +253,22 @@ def _add_rows(rows: jax.Array, index: Any, target: Any, column: jax.Array, unit:
     @plgpu.inline_mgpu(arg_types=types)
     def add(_, array, index, target, column, *unit):
         from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm, vector
 
-        operands = [utils.memref_ptr(index), utils.memref_ptr(target), column.registers.item()]
-        operands += [utils.memref_ptr(ref) for ref in unit]
+        # Of a register the second number of its place counts pieces of 8 columns, the fifth pieces of 8 rows.
+        places = sorted(np.ndindex(array.registers.shape), key=lambda place: (place[4], place[1]))
+        values = [
+            vector.extract(array.registers[place], dynamic_position=[], static_position=[number])
+            for place in places
+            for number in range(2)
+        ]
+        pointers = [utils.memref_ptr(ref) for ref in (index, target)]
+        operands = [*pointers, column.registers.item(), *(utils.memref_ptr(ref) for ref in unit), *values]
+        constraints = ",".join(["r", "l", "r", *("l" for _ in unit), *("f" for _ in values)])
+        void = ir.Type.parse("!llvm.void")
         width = target_width // 2 if unit else target_width
-        constraints = ",".join(["r", "l", "r", *("l" for _ in unit)])
-        _insert(_adding(width, is_integer=bool(unit)), constraints, operands, _values(array))
+        llvm.inline_asm(void, operands, _adding(width, is_integer=bool(unit)), constraints, has_side_effects=True)
 
     target_width = target.shape[1]
     add(rows, index, target, column, *unit)  # pyright: ignore[reportCallIssue]
@@ -375,7 +280,7 @@ def _adding(width: int, *, is_integer: bool) -> str:
     size = 8 if is_integer else 4
     lines = [
         "{ .reg .u32 thread, row, column; .reg .s32 token<2>; .reg .u64 at, base; .reg .pred is_key;",
-        ".reg .f32 scale, scaled, sent, got<2>, out<4>; .reg .s64 whole; .reg .pred is_odd; .reg .u32 odd;",
+        ".reg .f32 scale, scaled, got<2>, out<4>; .reg .s64 whole; .reg .pred is_odd; .reg .u32 odd;",
         "mov.u32 thread, %tid.x; and.b32 thread, thread, 127; shr.u32 row, thread, 5; shl.b32 row, row, 4;",
         "and.b32 column, thread, 3; shl.b32 column, column, 1; add.u32 column, column, $2;",
         "shr.u32 thread, thread, 2; and.b32 thread, thread, 7; add.u32 row, row, thread; mad.lo.u32 row, row, 4, $0;",
@@ -403,7 +308,16 @@ def _adding(width: int, *, is_integer: bool) -> str:
                 lines.append(f"@is_key red.relaxed.gpu.global.add.u64 [at + {at}], whole;")
             continue
         for pair in range(4):
-            lines += _exchange(first + 16 * number + 4 * pair)
+            one, other = (
+                [f"${first + 16 * number + 4 * pair + 2 * piece + half}" for half in (0, 1)] for piece in (0, 1)
+            )
+            for half in range(2):
+                lines += [
+                    f"selp.f32 scaled, {one[half]}, {other[half]}, is_odd;",
+                    f"shfl.sync.bfly.b32 got{half}, scaled, 1, 31, 0xffffffff;",
+                    f"selp.f32 out{half}, got{half}, {one[half]}, is_odd;",
+                    f"selp.f32 out{2 + half}, {other[half]}, got{half}, is_odd;",
+                ]
             lines.append(f"@is_key red.relaxed.gpu.global.add.v4.f32 [at + {64 * pair}], {{out0, out1, out2, out3}};")
     lines.append("}")
     return "\n".join(lines)

@@ -62,7 +62,7 @@ def index_scores(
         def place(step):
             """(first row, first step, steps) of a tile; later queries, whose keys are more, first."""
             item = total - 1 - (worker + step * workers)
-            tile, span = item // spans, lax.rem(item, jnp.int32(spans))
+            span, tile = item // num_groups, lax.rem(item, jnp.int32(num_groups))
             start = jnp.maximum(bounds_gmem[tile, 0], span * SPAN)
             stop = jnp.minimum(bounds_gmem[tile, 1], (span + 1) * SPAN)
             return tile, start, jnp.maximum(stop - start, 0)

@@ -1,7 +1,7 @@
 """Products and vectors of a warpgroup's tiles [64, columns], on Hopper's tensor cores or simulated."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def product(columns: int, *factors: tuple[Any, Any]) -> jax.Array:
             plgpu.wgmma(total, left, right)
         return total[...]
 
-    return pl.run_scoped(scope, plgpu.ACC((ROWS, columns), jnp.float32))
+    return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((ROWS, columns)))
 
 
 def accumulate(totals: Sequence[jax.Array], factors: Sequence[tuple[Any, Any]]) -> Sequence[jax.Array]:
@@ -41,7 +41,8 @@ def accumulate(totals: Sequence[jax.Array], factors: Sequence[tuple[Any, Any]]) 
         for total, (left, right) in zip(totals, factors, strict=True):
             plgpu.wgmma(total, left, right)
 
-    return pl.run_state(add)([plgpu.ACC.init(total) for total in totals])
+    # What is run on refs gives values back.
+    return cast(Sequence[jax.Array], pl.run_state(add)([plgpu.WGMMAAccumulatorRef.init(total) for total in totals]))
 
 
 def turned(ref: Any) -> Any:

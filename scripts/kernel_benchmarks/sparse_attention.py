@@ -81,8 +81,13 @@ def loss_step(query, latent, index_query, index_key, weight, segments, indices, 
 
 
 def dense_step(query, key, value, gradient):
-    """Dense causal attention of all keys by cuDNN, with its gradients."""
-    run = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    """Dense causal attention of all keys by cuDNN, with its gradients; JAX wants values as wide as keys."""
+
+    def run(query, key, value):
+        value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, key.shape[3] - value.shape[3])))
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+        return mixed[..., : gradient.shape[3]]
+
     result, pull = jax.vjp(run, query, key, value)
     return result, pull(gradient)
 

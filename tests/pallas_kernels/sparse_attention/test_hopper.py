@@ -251,7 +251,7 @@ def draw_segments(lengths, padding):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
-@pytest.mark.parametrize("index_heads", [8, 32, 64, 128])
+@pytest.mark.parametrize("index_heads", [8, 32, 128])
 @pytest.mark.parametrize("is_exact", [True, False], ids=["equal scores", "normal"])
 def test_selected_keys_on_a_gpu_are_the_best_of_the_own_document(index_heads, is_exact):
     # Documents of every length around the number of keys.
@@ -260,13 +260,13 @@ def test_selected_keys_on_a_gpu_are_the_best_of_the_own_document(index_heads, is
     random, tokens = np.random.default_rng(5), segments.shape[1]
     kind = (lambda *s: random.integers(-2, 3, s)) if is_exact else (lambda *s: random.normal(size=s))
     index = [jnp.asarray(kind(1, tokens, *s), jnp.bfloat16) for s in ((index_heads, 128), (128,), (index_heads,))]
-    positions = jnp.asarray(np.concatenate([np.arange(0, 60), np.arange(2000, tokens, 7)]), jnp.int32)
+    positions = jnp.asarray(np.concatenate([np.arange(0, 60), np.arange(2000, tokens, 40)]), jnp.int32)
     query, weight = index[0][:, positions], index[2][:, positions]
 
     def run(implementation):
-        return jax.jit(lambda *a: select_keys(*a, given_segments, positions, top_k=2048, implementation=implementation))(
-            query, index[1], weight
-        )
+        return jax.jit(
+            lambda *a: select_keys(*a, given_segments, positions, top_k=2048, implementation=implementation)
+        )(query, index[1], weight)
 
     with jax.default_matmul_precision("highest"):
         found, expected = np.asarray(run("pallas"))[0], np.asarray(run("xla"))[0]
