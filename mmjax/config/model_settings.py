@@ -108,7 +108,8 @@ class IndexerConfig:
     stage: Literal["none", "dense", "sparse"] = "none"
     """`none`: no indexer; `dense`: attention sees all keys while the indexer learns; `sparse`: attention sees top_k.
 
-    In both stages the rest of the model goes on learning from its own loss; nothing is frozen.
+    In both stages the rest of the model goes on learning from its own loss, unless `trained` is `*.indexer`: a warm-up
+    trains the indexer alone.
     """
     num_heads: int = 2
     head_width: int = 16

@@ -241,7 +241,8 @@ class RunConfig:
     The rest of the model comes from `weights`, if given."""
     trained: tuple[str, ...] = ()
     """Parts of the model that are trained, by the first words of their paths (`projector`, `audio_projector`, `vision`,
-    `audio`, `decoder`, `decoder.head`, ...); the others keep their numbers. Empty trains all."""
+    `audio`, `decoder`, `decoder.head`, ...), or by words anywhere in them (`*.indexer`); the others keep their numbers.
+    Empty trains all."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -180,8 +180,11 @@ def define(model: ModelConfig, trained: tuple[str, ...] = ()) -> ModelDefinition
 
 
 def begins(path: str, names: Iterable[str]) -> bool:
-    """Whether the first words of a path are one of `names`."""
-    return any(path == name or path.startswith(f"{name}.") for name in names)
+    """Whether the first words of a path are one of `names`, or words anywhere in it those behind a name's `*.`."""
+    return any(
+        f".{name[2:]}." in f".{path}." if name.startswith("*.") else path == name or path.startswith(f"{name}.")
+        for name in names
+    )
 
 
 def _parts(definition: ModelDefinition) -> list[str]:

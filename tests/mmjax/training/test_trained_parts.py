@@ -21,7 +21,7 @@ from mmjax.config import (
 from mmjax.data.loader import Loader
 from mmjax.data.sources import digits
 from mmjax.errors import ConfigurationError
-from mmjax.models.multimodal import define
+from mmjax.models.multimodal import begins, define
 from mmjax.parallel.mesh import make_mesh
 from mmjax.training.step import init_state, make_train_step, make_value_and_gradient, place_batch
 
@@ -76,3 +76,11 @@ def test_a_name_of_no_part_and_parts_beside_adapters_are_refused():
         define(CONFIG.model, ("proj",))
     both = dataclasses.replace(CONFIG, trained=("projector",), lora=LoraConfig(rank=2))
     assert "trained" in [fault.path for fault in check(both)]
+
+
+def test_a_part_is_named_by_the_first_words_of_its_path_or_by_words_anywhere_in_it():
+    path = "decoder.segments.0.layers.1.mixer.indexer.key"
+    for names in (("vision", "decoder"), ("*.indexer",), ("*.mixer.indexer.key",)):
+        assert begins(path, names)
+    for names in (("decode",), ("indexer",), ("*.index",)):
+        assert not begins(path, names)

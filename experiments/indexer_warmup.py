@@ -1,0 +1,29 @@
+"""The indexer of a small Kimi-K3 learns which keys attention looks at, before attention sees only those, on a CPU."""
+
+import dataclasses
+
+from experiments.digits_cpu import run as digits
+from mmjax.config import CheckpointConfig, IndexerConfig, OptimizerConfig, RunConfig, TrainingConfig
+
+
+def run() -> RunConfig:
+    """The first of DeepSeek-V3.2's two stages: attention is dense, the indexer alone is trained.
+
+    python -m mmjax.train --experiment indexer_warmup
+    Expect: the indexer's KL, of both layers together, falls from 1.44 to 0.69 a token in 2 minutes on 2 cores.
+    The second stage trains everything with `stage` sparse from these weights.
+    """
+    config = digits()
+    indexer = IndexerConfig(stage="dense", num_heads=4, head_width=16, top_k=64)
+    full = dataclasses.replace(config.model.full_attention, indexer=indexer)
+    return dataclasses.replace(
+        config,
+        run_dir="runs/indexer_warmup",
+        trained=("*.indexer",),
+        # Numbers large enough that attention prefers some keys, as trained weights do.
+        model=dataclasses.replace(config.model, full_attention=full, initializer_range=0.2),
+        data=dataclasses.replace(config.data, rows=4, eval_samples=16),
+        optimizer=OptimizerConfig(name="adamw", learning_rate=3e-3, warmup_steps=5, weight_decay=0.0),
+        checkpoint=CheckpointConfig(every_steps=1000),
+        training=TrainingConfig(steps=30, eval_every_steps=0),
+    )
