@@ -87,7 +87,9 @@ def write(folder: Path, kind: str) -> str:
     return str(folder / "d.jsonl")
 
 
-@pytest.fixture(scope="module", params=["float64 sounds", "float32 signals"])
+@pytest.fixture(
+    scope="module", params=["float64 sounds", "float32 signals", pytest.param("float32 sounds", marks=pytest.mark.slow)]
+)
 def numbers(request, tmp_path_factory):
     """(results of a batch, its loader) in a precision; one compilation for all batches."""
     dtype, hears = request.param.split()
