@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -91,7 +92,7 @@ def _draw_card(axes: Axes, answer: AnsweredQuestion) -> None:
     axes.text(0.05, 0.055, f"given {given}", va="center", fontsize=9, color=color, weight="bold", parse_math=False)
 
 
-def _aspect(answer: AnsweredQuestion) -> str:
+def _aspect(answer: AnsweredQuestion) -> Literal["equal", "auto"]:
     """Long, thin pictures, as spectrograms are, fill their place."""
     assert answer.picture is not None
     height, width = answer.picture.shape[:2]
