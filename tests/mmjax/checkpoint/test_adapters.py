@@ -230,7 +230,10 @@ def test_merging_changes_what_was_adapted_and_nothing_else(runs, weights, tmp_pa
     down, up = step[f"parameters.{path}.down"], step[f"parameters.{path}.up"]
     merged = plain + 2.0 * np.einsum("neir,nero->neio", down, up)
     assert np.abs(merged - plain).max(axis=(-1, -2)).min() > 0
-    np.testing.assert_array_equal(reader.read(path), merged.astype(reader.read(path).dtype))
+    actual, expected = reader.read(path), merged.astype(reader.read(path).dtype)
+    # A sum of float32 in another order may round to the neighbour in bfloat16, in one number of thousands.
+    assert (actual != expected).mean() < 1e-3
+    np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), rtol=2**-7)
 
 
 def test_a_run_says_which_export_it_needs(runs, tmp_path, capsys):
