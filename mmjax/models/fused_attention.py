@@ -59,6 +59,9 @@ def _whole_rows(
     query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, scale: float
 ) -> jax.Array:
     """Rows of one document, number 1, and padding of number 0 behind it."""
+    is_token = (segment_ids > 0)[:, :, None, None]
+    # Neither results nor gradients are written behind the document.
+    query, key, value = (jnp.where(is_token, array, 0) for array in (query, key, value))
     # A row of padding alone is taken for one token, whose result is not used.
     length = jnp.maximum(jnp.sum(segment_ids, axis=1, dtype=jnp.int32), 1)
     mixed = jax.nn.dot_product_attention(
@@ -71,8 +74,7 @@ def _whole_rows(
         key_value_seq_lengths=length,
         implementation="cudnn",
     )
-    # What stands behind the document is not written.
-    return jnp.where((segment_ids > 0)[:, :, None, None], mixed, 0)
+    return jnp.where(is_token, mixed, 0)
 
 
 def _several_documents(
