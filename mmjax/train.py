@@ -23,12 +23,15 @@ from mmjax.config import (
     ConfigurationFaults,
     Fault,
     MeshConfig,
+    ModelConfig,
     RunConfig,
     check,
     describe_mesh,
+    flatten,
     parse_mesh,
     resolve_mesh,
     saved,
+    settings_with,
     to_yaml,
 )
 from mmjax.errors import ConfigurationError, MmjaxError
@@ -116,10 +119,7 @@ def read_command(arguments: Sequence[str]) -> Command:
     if weights := start.weights or (start.experiment and settings.weights):
         from mmjax.checkpoint.weights import read_model
 
-        # What is computed again in the backward pass, and how much at a time, is a matter of the run.
-        given = ("remat", "remat_keep", "remat_offload", "loss_chunk_tokens")
-        model = dataclasses.replace(read_model(weights), **{name: getattr(settings.model, name) for name in given})
-        settings = dataclasses.replace(settings, model=model)
+        settings = dataclasses.replace(settings, model=with_run_settings(read_model(weights), settings.model))
     if audio_weights := start.audio_weights or (start.experiment and settings.audio_weights):
         from mmjax.checkpoint.tower_weights import read_audio
 
@@ -142,6 +142,25 @@ def read_command(arguments: Sequence[str]) -> Command:
     for difference in plan.differences(command.settings) if plan else []:
         print(f"note: {difference}")
     return command
+
+
+# Settings of a model that are a matter of the run: how it is computed and trained, not what it is.
+_OF_A_RUN = (
+    *("remat", "remat_keep", "remat_offload", "loss_chunk_tokens", "layer_loops"),
+    *("linear_attention.chunk_tokens", "gated_delta_net.chunk_tokens"),
+    *("full_attention.query_chunk_tokens", "grouped_attention.query_chunk_tokens"),
+    *(f"moe.{name}" for name in ("transport", "exchange_chunks", "expert_axes", "capacity_factor", "overflow")),
+    *("moe.router.balance_coefficient", "moe.router.z_coefficient"),
+)
+_OF_AN_INDEXER = ("full_attention.indexer.stage", "full_attention.indexer.loss_coefficient")
+
+
+def with_run_settings(model: ModelConfig, described: ModelConfig) -> ModelConfig:
+    """A checkpoint's model with what an experiment's `described` one says of the run, where that is no default."""
+    names = _OF_A_RUN + (_OF_AN_INDEXER if model.full_attention.indexer.stage != "none" else ())
+    values, defaults = flatten(described), flatten(ModelConfig())
+    changes = {name: values[name] for name in names if values[name] != defaults[name]}
+    return settings_with(model, changes, "the experiment's model")
 
 
 def find_experiment(name: str) -> RunConfig:

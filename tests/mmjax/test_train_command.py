@@ -10,6 +10,7 @@ import pytest
 
 from mmjax import train
 from mmjax.config import MeshConfig, RunConfig, saved, to_yaml
+from mmjax.presets.kimi_k3 import kimi_k3
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +38,21 @@ def test_the_saved_settings_of_a_run_repeat_it():
     config = dataclasses.replace(train.find_experiment("digits_cpu"), seed=3)
     Path("run.yaml").write_text(to_yaml(config))
     assert settings("--config=run.yaml") == config
+
+
+def test_what_an_experiment_says_of_the_run_outlives_the_weights_model():
+    described, released = train.find_experiment("k3_lora").model, kimi_k3()
+    model = train.with_run_settings(released, described)
+    assert (model.layer_loops, model.moe.capacity_factor, model.full_attention.query_chunk_tokens) == (
+        "whole",
+        1.25,
+        128,
+    )
+    # What the model is stays the checkpoint's: how experts are stored, and an indexer that it does not have.
+    assert (model.moe.expert_storage, model.full_attention.indexer.stage) == (released.moe.expert_storage, "none")
+    assert train.with_run_settings(described, described) == described
+    warmed = train.find_experiment("indexer_warmup").model
+    assert train.with_run_settings(described, warmed).full_attention.indexer.stage == "dense"
 
 
 def test_mesh_is_read_whole_or_axis_by_axis():
