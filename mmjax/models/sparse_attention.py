@@ -12,7 +12,7 @@ from mmjax.models.cache import LatentCache, write
 from mmjax.models.layers import at_least_float32, layer_norm, normal, ones, parameter, project, rms_norm
 from mmjax.models.rotary import rotate, rotation
 from mmjax.parallel import context
-from mmjax.parallel.fsdp import varying_like
+from mmjax.parallel.fsdp import make_varying, varying_like
 from pallas_kernels.sparse_attention.api import (
     attention,
     cached_attention,
@@ -20,6 +20,22 @@ from pallas_kernels.sparse_attention.api import (
     select_cached_keys,
     select_keys,
     selected_attention,
+)
+
+
+@jax.custom_vjp
+def agreed(index_key: jax.Array) -> jax.Array:
+    """`index_key` as it is. Its gradient is the mean of those that the devices of the tensor axis find.
+
+    They are one number but for rounding: kernels sum it in no fixed order. Without this, copies of the indexer drift
+    apart, and with them the keys that they select.
+    """
+    return index_key
+
+
+agreed.defvjp(
+    lambda index_key: (index_key, None),
+    lambda _, gradient: (lax.pmean(make_varying(gradient, (TENSOR,)), TENSOR),),
 )
 
 
@@ -119,7 +135,7 @@ class LatentAttention(nnx.Module):
         else:
             index_query, index_key, head_weight = self.indexer(inputs, query_inputs, positions)
             latent, shared_key, index_key = context.gather_positions(latent, shared_key, index_key)
-            index = index_query, index_key, head_weight
+            index = index_query, agreed(index_key) if lax.axis_size(TENSOR) > 1 else index_key, head_weight
         indices = log_sums = None
         if index is not None and config.indexer.stage == "sparse" and latent.shape[1] > config.indexer.top_k:
             indices = select_keys(*index, segment_ids, places, top_k=config.indexer.top_k, query_chunk_tokens=chunk)

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from mmjax.axes import DATA_AXES
+from mmjax.axes import DATA_AXES, TENSOR
 from mmjax.config import FullAttentionConfig, IndexerConfig, MeshConfig, ModelConfig
-from mmjax.models.sparse_attention import LatentAttention
+from mmjax.models.sparse_attention import LatentAttention, agreed
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import spec, state_specs
 from pallas_kernels.sparse_attention.api import attention, selected_attention
@@ -225,3 +225,20 @@ def test_split_over_devices_equals_one_device(stage, mesh):
         )(state, inputs, SEGMENTS, cotangent)
     assert_trees_close(found, (output, indexer_loss), 1e-10)
     assert_trees_close(gradients, jax.tree.map(lambda a, b: a + 0.7 * b, language, indexer), 1e-10)
+
+
+def test_devices_that_sum_gradients_of_index_keys_in_other_orders_agree():
+    mesh, found = make_mesh(MeshConfig(tensor=2)), np.random.default_rng(3).normal(size=(4, 3)).astype(np.float32)
+    pull_back = jax.jit(
+        # Unchecked: what is one number to the type system differs between devices here, as by the order of a sum.
+        jax.shard_map(
+            lambda key, gradient: jax.vjp(agreed, key)[1](gradient)[0],
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(TENSOR)),
+            out_specs=PartitionSpec(TENSOR),
+            check_vma=False,
+        )
+    )
+    first, second = np.split(np.asarray(pull_back(jnp.zeros((2, 3), jnp.float32), jnp.asarray(found))), 2)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(first, found.reshape(2, 2, 3).mean(axis=0), rtol=1e-6)
