@@ -386,7 +386,7 @@ class Decoder(nnx.Module):
         records = []
         for number, (segment, stack) in enumerate(stacks):
             if block_starts(self.model, segment).reshape(-1)[1:].any():
-                assert cache is None and additions is None
+                assert cache is None and added_here(segment, additions) is None
                 running_sum, frozen, segment_records = self._run_across_blocks(
                     segment, stack, running_sum, frozen, (segment_ids, positions), keep_hidden
                 )
