@@ -27,7 +27,7 @@ DEEPEST = 110.0  # base 2: leaves 2^17 of what float32 and bfloat16 reach
 LOG2_E = math.log2(math.e)
 
 
-def _dot(a, b, *, transpose_a: bool = False, transpose_b: bool = False):
+def dot(a, b, *, transpose_a: bool = False, transpose_b: bool = False):
     """Matrix product summed in float32."""
     contracting = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
     return lax.dot_general(a, b, (contracting, ((), ())), preferred_element_type=jnp.float32)
@@ -53,7 +53,7 @@ def _masked_sums(mask, array, dtype):
     if array.shape[1] == 1:
         return jnp.sum(jnp.where(mask, array.reshape(1, -1), 0), axis=1)[:, None]
     mask = mask.astype(jnp.float32).astype(dtype)
-    return functools.reduce(jnp.add, [_dot(mask, part) for part in _parts(array, dtype, 3)])
+    return functools.reduce(jnp.add, [dot(mask, part) for part in _parts(array, dtype, 3)])
 
 
 class _Pairs:
@@ -207,8 +207,8 @@ def _pairs(
         sums = _masked_sums(pairs.reached(), decay_ref[...][:, None] * LOG2_E, dtype)
         sums_ref[...] = sums.reshape(-1)
         between = _between(sums, pairs.earlier(), interpret)
-        products = _dot(query_ref[...], key_ref[...], transpose_b=True) * between
-        lower = _dot(key_ref[...], key_ref[...], transpose_b=True) * between
+        products = dot(query_ref[...], key_ref[...], transpose_b=True) * between
+        lower = dot(key_ref[...], key_ref[...], transpose_b=True) * between
     else:
 
         def add_up(columns, least):
@@ -228,8 +228,8 @@ def _pairs(
                 late, early = factors(columns)
                 key, query = key_ref[:, columns].astype(jnp.float32), query_ref[:, columns].astype(jnp.float32)
                 decayed_key = (key * early).astype(dtype)
-                products += _dot((query * late).astype(dtype), decayed_key, transpose_b=True)
-                return products, lower + _dot((key * late).astype(dtype), decayed_key, transpose_b=True)
+                products += dot((query * late).astype(dtype), decayed_key, transpose_b=True)
+                return products, lower + dot((key * late).astype(dtype), decayed_key, transpose_b=True)
 
             added = _over_columns(sums_ref, block, add_columns, (zeros, zeros))
             return tuple(jnp.where(closer, one, other) for one, other in zip(added, products_and_lower, strict=True))
@@ -282,7 +282,7 @@ def parts_of_tokens(
         from_start = jnp.where(pairs.seen, _exp2(sums, interpret), 0)
         reading_ref[:, columns] = (query * from_start).astype(dtype)
         writing_ref[:, columns] = (key * jnp.where(pairs.writing, _exp2(end - sums, interpret), 0)).astype(dtype)
-        from_state_ref[:, columns] = _dot(inverse_ref[...], (beta * from_start * key).astype(dtype)).astype(dtype)
+        from_state_ref[:, columns] = dot(inverse_ref[...], (beta * from_start * key).astype(dtype)).astype(dtype)
         kept = jnp.where(pairs.is_kept, _exp2(end, interpret), 0)
         if kept_ref.ndim == 1:
             kept_ref[columns] = kept.reshape(-1)
@@ -292,17 +292,11 @@ def parts_of_tokens(
 
     def finish_values(columns, _):
         value = beta * value_ref[:, columns].astype(jnp.float32)
-        from_value_ref[:, columns] = _dot(inverse_ref[...], value.astype(dtype)).astype(dtype)
+        from_value_ref[:, columns] = dot(inverse_ref[...], value.astype(dtype)).astype(dtype)
         return 0
 
     _over_columns(key_ref, block, finish_keys)
     _over_columns(value_ref, block, finish_values)
-
-
-def _kept(kept_ref, chunk):
-    """How much of the state a chunk keeps, [K or 1, 1]."""
-    kept = kept_ref[chunk]
-    return kept if kept.ndim == 0 else kept[:, None]
 
 
 def prepare(
@@ -331,103 +325,6 @@ def prepare_again(
     def _():
         tokens = query_ref, key_ref, value_ref, decay_ref, beta_ref, first_ref, last_ref
         prepare(*tokens, *prepared_refs, block=block, interpret=interpret)
-
-
-def scan(
-    from_state_ref, from_value_ref, reading_ref, writing_ref, kept_ref, products_ref, state_ref, *outputs,
-    keep_states, interpret,
-):  # fmt: skip
-    del interpret
-    dtype = from_value_ref.dtype
-
-    def step(chunk, state):
-        rows = pl.ds(chunk * CHUNK, CHUNK)
-        narrow = state.astype(dtype)
-        written = from_value_ref[rows, :].astype(jnp.float32) - _dot(from_state_ref[rows, :], narrow)
-        written = written.astype(dtype)
-        if keep_states:
-            states_ref, written_ref = outputs
-            states_ref[chunk] = narrow
-            written_ref[rows, :] = written
-        else:
-            output = _dot(reading_ref[rows, :], narrow) + _dot(products_ref[chunk], written)
-            outputs[0][rows, :] = output.astype(dtype)
-        return state * _kept(kept_ref, chunk) + _dot(writing_ref[rows, :], written, transpose_a=True)
-
-    state = lax.fori_loop(0, kept_ref.shape[0], step, state_ref[...])
-    if not keep_states:
-        outputs[1][...] = state
-
-
-def carry(from_state_ref, from_value_ref, writing_ref, kept_ref, state_ref, last_ref, *, interpret):
-    """The last state alone."""
-    del interpret
-    dtype = from_value_ref.dtype
-
-    def step(chunk, state):
-        rows = pl.ds(chunk * CHUNK, CHUNK)
-        written = from_value_ref[rows, :].astype(jnp.float32) - _dot(from_state_ref[rows, :], state.astype(dtype))
-        return state * _kept(kept_ref, chunk) + _dot(writing_ref[rows, :], written.astype(dtype), transpose_a=True)
-
-    last_ref[...] = lax.fori_loop(0, kept_ref.shape[0], step, state_ref[...])
-
-
-def carry_identity(from_state_ref, writing_ref, kept_ref, identity_ref, last_ref, *, interpret):
-    """What becomes of a state to which nothing is added: some columns of the transition."""
-    del interpret
-    dtype = from_state_ref.dtype
-
-    def step(chunk, state):
-        rows = pl.ds(chunk * CHUNK, CHUNK)
-        erased = _dot(from_state_ref[rows, :], state.astype(dtype)).astype(dtype)
-        return state * _kept(kept_ref, chunk) - _dot(writing_ref[rows, :], erased, transpose_a=True)
-
-    last_ref[...] = lax.fori_loop(0, kept_ref.shape[0], step, identity_ref[...])
-
-
-def scan_back(
-    from_state_ref, reading_ref, writing_ref, kept_ref, products_ref, inverse_ref, output_gradient_ref,
-    last_gradient_ref, state_gradients_ref, solved_ref, first_gradient_ref,
-    *, interpret,
-):  # fmt: skip
-    del interpret
-    dtype, chunks = output_gradient_ref.dtype, kept_ref.shape[0]
-
-    def step(index, gradient):
-        chunk = chunks - 1 - index
-        rows = pl.ds(chunk * CHUNK, CHUNK)
-        narrow = gradient.astype(dtype)
-        state_gradients_ref[chunk] = narrow
-        output_gradient = output_gradient_ref[rows, :]
-        written = _dot(products_ref[chunk], output_gradient, transpose_a=True) + _dot(writing_ref[rows, :], narrow)
-        written = written.astype(dtype)
-        solved_ref[rows, :] = _dot(inverse_ref[chunk], written, transpose_a=True).astype(dtype)
-        read = _dot(reading_ref[rows, :], output_gradient, transpose_a=True)
-        return gradient * _kept(kept_ref, chunk) + (read - _dot(from_state_ref[rows, :], written, transpose_a=True))
-
-    first_gradient_ref[...] = lax.fori_loop(0, chunks, step, last_gradient_ref[...])
-
-
-def carry_back(
-    from_state_ref, reading_ref, writing_ref, kept_ref, products_ref, output_gradient_ref, last_gradient_ref,
-    first_gradient_ref,
-    *, interpret,
-):  # fmt: skip
-    """The gradient of the first state alone."""
-    del interpret
-    dtype, chunks = output_gradient_ref.dtype, kept_ref.shape[0]
-
-    def step(index, gradient):
-        chunk = chunks - 1 - index
-        rows = pl.ds(chunk * CHUNK, CHUNK)
-        output_gradient = output_gradient_ref[rows, :]
-        written = _dot(products_ref[chunk], output_gradient, transpose_a=True)
-        written += _dot(writing_ref[rows, :], gradient.astype(dtype))
-        read = _dot(reading_ref[rows, :], output_gradient, transpose_a=True)
-        erased = _dot(from_state_ref[rows, :], written.astype(dtype), transpose_a=True)
-        return gradient * _kept(kept_ref, chunk) + (read - erased)
-
-    first_gradient_ref[...] = lax.fori_loop(0, chunks, step, last_gradient_ref[...])
 
 
 def value_gradients(value_ref, beta_ref, solved_ref, by_key_ref, value_gradient_ref, beta_gradient_ref, *, interpret):
@@ -468,8 +365,8 @@ def gradients(
     beta_gradient = _over_columns(value_ref, block, finish_values, jnp.zeros((CHUNK,), jnp.float32))
 
     # Gradients of P and of L where a pair counts; through memory, since a product's result is never transposed.
-    products = _dot(output_gradient_ref[...], written_ref[...], transpose_b=True)
-    lower = -_dot(solved_ref[...], written_ref[...], transpose_b=True)
+    products = dot(output_gradient_ref[...], written_ref[...], transpose_b=True)
+    lower = -dot(solved_ref[...], written_ref[...], transpose_b=True)
     if is_scalar:
         between = _between(sums_ref[...][:, None], pairs.earlier(), interpret)
         products, lower = products * between, lower * between
@@ -495,16 +392,16 @@ def gradients(
         state_gradient = state_gradient_ref[columns, :]
         carried = jnp.sum(state_ref[columns, :].astype(jnp.float32) * state_gradient.astype(jnp.float32), axis=1)[None]
         to_end = jnp.where(pairs.writing, _exp2(end - sums, interpret), 0)
-        key_gradient = to_end * _dot(written(), state_gradient, transpose_b=True)
+        key_gradient = to_end * dot(written(), state_gradient, transpose_b=True)
         leaving = key * key_gradient
         end_gradient = jnp.sum(leaving, axis=0)[None] + jnp.where(pairs.is_kept, _exp2(end, interpret), 0) * carried
         sums_gradient = jnp.where(pairs.is_end, end_gradient, 0) - leaving
         # From the state that enters.
         from_start = jnp.where(pairs.seen, _exp2(sums, interpret), 0)
-        from_state = from_start * _dot(solved(), state_ref[columns, :], transpose_b=True)
+        from_state = from_start * dot(solved(), state_ref[columns, :], transpose_b=True)
         key_gradient -= beta * from_state
         sums_gradient -= beta * key * from_state
-        query_gradient = from_start * _dot(output_gradient(), state_ref[columns, :], transpose_b=True)
+        query_gradient = from_start * dot(output_gradient(), state_ref[columns, :], transpose_b=True)
         sums_gradient += query * query_gradient
         # A token with itself does not decay.
         query_gradient += itself * key
@@ -517,16 +414,16 @@ def gradients(
             # last bit, so that the gradient of a decay which does not lie between them stays zero.
             decayed_key, correcting_key = (key * early).astype(dtype), (key * (late * beta)).astype(dtype)
             decayed_query = (query * late).astype(dtype)
-            by_query = _dot(products, decayed_key)
+            by_query = dot(products, decayed_key)
             query_gradient = fused(late, by_query, query_gradient)
             sums_gradient = fused(decayed_query.astype(jnp.float32), by_query, sums_gradient)
-            by_late_key = _dot(lower, decayed_key)
+            by_late_key = dot(lower, decayed_key)
             sums_gradient = fused(correcting_key.astype(jnp.float32), by_late_key, sums_gradient)
             by_late_key *= late
             by_beta = fused(key, by_late_key, by_beta)
             key_gradient = fused(beta, by_late_key, key_gradient)
-            by_early_key = _dot(products, decayed_query, transpose_a=True)
-            by_early_key += _dot(lower, correcting_key, transpose_a=True)
+            by_early_key = dot(products, decayed_query, transpose_a=True)
+            by_early_key += dot(lower, correcting_key, transpose_a=True)
             key_gradient = fused(early, by_early_key, key_gradient)
             sums_gradient = fused(-decayed_key.astype(jnp.float32), by_early_key, sums_gradient)
             return query_gradient, key_gradient, sums_gradient, by_beta

@@ -1,4 +1,4 @@
-"""The gated delta rule on NVIDIA GPUs, forward and backward, by the kernels of `chunk_kernels`.
+"""The gated delta rule on NVIDIA GPUs, forward and backward, by the kernels of `chunk_kernels` and `scan_kernels`.
 
 Each chunk by itself: `prepare` makes the matrices of pairs of tokens, inverts one, and makes what the tokens read from
 the state and write into it (`parts_of_tokens` does the latter again for the backward pass). `scan` carries the state
@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import launcher
-from pallas_kernels.linear_attention import chunk_kernels, hopper, hopper_prepare
+from pallas_kernels.linear_attention import chunk_kernels, hopper, hopper_prepare, scan_kernels
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
 from pallas_kernels.linear_attention.documents import document_starts, per_value_head, starting_state
 
@@ -343,9 +343,9 @@ class _Calls:
         nothing, identity, _ = launcher.vary_together(nothing, identity, state)
         from_state = ("keys", parts.from_state)
         arguments = [from_state, ("values", parts.from_value), *writing, ("state", nothing)]
-        (added,) = self.scan_call(chunk_kernels.carry, arguments, [self.state(self.value_width)])
+        (added,) = self.scan_call(scan_kernels.carry, arguments, [self.state(self.value_width)])
         arguments = [from_state, *writing, ("state", identity)]
-        (transition,) = self.scan_call(chunk_kernels.carry_identity, arguments, [self.state(self.key_width)])
+        (transition,) = self.scan_call(scan_kernels.carry_identity, arguments, [self.state(self.key_width)])
         added, transition = (array.reshape(self.batch, self.pieces, *array.shape[1:]) for array in (added, transition))
         entering = [state]
         for piece in range(self.pieces - 1):
@@ -368,7 +368,7 @@ class _Calls:
             ("values", output_gradient),
             ("state", nothing),
         ]
-        (added,) = self.scan_call(chunk_kernels.carry_back, arguments, [self.state(self.value_width)])
+        (added,) = self.scan_call(scan_kernels.carry_back, arguments, [self.state(self.value_width)])
         added = added.reshape(self.batch, self.pieces, *added.shape[1:])
         leaving = [state_gradient]
         for piece in range(self.pieces - 1, 0, -1):
@@ -391,7 +391,7 @@ class _Calls:
         tokens = ("values", self.shape(1, length, self.heads, self.value_width))
         states = ("states", self.shape(1, chunks, self.heads, self.key_width, self.value_width))
         results = [states, tokens] if keep_states else [tokens, self.state(self.value_width)]
-        first, second = self.scan_call(chunk_kernels.scan, arguments, results, keep_states=keep_states)
+        first, second = self.scan_call(scan_kernels.scan, arguments, results, keep_states=keep_states)
         if keep_states:
             return self.whole(first), self.whole(second)
         return self.whole(first), second.reshape(self.batch, self.pieces, *second.shape[1:])[:, -1]
@@ -412,7 +412,7 @@ class _Calls:
         tokens = ("values", self.shape(1, length, self.heads, self.value_width))
         states = ("states", self.shape(1, chunks, self.heads, self.key_width, self.value_width))
         results = [states, tokens, self.state(self.value_width)]
-        states, solved, initial = self.scan_call(chunk_kernels.scan_back, arguments, results)
+        states, solved, initial = self.scan_call(scan_kernels.scan_back, arguments, results)
         initial = initial.reshape(self.batch, self.pieces, *initial.shape[1:])[:, 0]
         return self.whole(states), self.whole(solved), initial
 

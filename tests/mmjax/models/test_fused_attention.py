@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mmjax.config import MeshConfig
-from mmjax.errors import ConfigurationError
 from mmjax.models.fused_attention import MOST_DOCUMENTS, packed_attention, reason_against
 from mmjax.parallel.described import described_mesh
 from mmjax.planner.topology import read_cluster
@@ -52,12 +51,10 @@ def test_without_a_gpu_it_is_the_plain_form():
 
 @pytest.mark.slow
 def test_it_compiles_for_a_gpu_inside_shard_map():
+    pytest.importorskip("jax_cuda13_plugin")
     from jax.sharding import NamedSharding, PartitionSpec
 
-    try:
-        mesh = described_mesh(MeshConfig(fsdp=2), read_cluster("1x2xh200"))
-    except ConfigurationError as reason:
-        pytest.skip(f"needs the CUDA plugin: {reason}")
+    mesh = described_mesh(MeshConfig(fsdp=2), read_cluster("1x2xh200"))
     rows = PartitionSpec("fsdp")
     arrays, segment_ids = draw(np.ones((4, 128), np.int32), 4, 2, 64)
     split = jax.shard_map(partial(step, packed_attention), mesh=mesh, in_specs=(rows, rows), out_specs=rows)

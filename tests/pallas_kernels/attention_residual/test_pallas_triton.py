@@ -86,12 +86,10 @@ def test_what_the_kernels_cannot_take_is_said():
 
 @pytest.mark.slow
 def test_forward_and_backward_compile_without_a_gpu_inside_shard_map():
+    pytest.importorskip("jax_cuda13_plugin")
     from jax.experimental import topologies
 
-    try:
-        devices = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2").devices
-    except Exception as reason:
-        pytest.skip(f"needs the CUDA plugin: {reason}")
+    devices = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2").devices
     from jax.sharding import AbstractDevice, AxisType, Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
