@@ -1,8 +1,9 @@
 """Settings of all tests: 8 virtual CPU devices (or the GPUs, with --gpu), strict promotion, a compilation cache."""
 
+import importlib.util
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -20,7 +21,9 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
-    parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, and multigpu if there are several")
+    parser.addoption(
+        "--gpu", action="store_true", help="run the tests marked gpu, multigpu if there are several, mesh if 8"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,13 +47,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _reason_to_skip(marks: set[str], *, is_gpu_run: bool, is_slow_run: bool) -> str | None:
+    if "deviceless" in marks and not any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
+        return "needs the extra deviceless"
     if "multigpu" in marks:
         return None if is_gpu_run and jax.device_count() > 1 else "needs several GPUs and --gpu"
     if "gpu" in marks:
         return None if is_gpu_run else "needs a GPU and --gpu"
-    if is_gpu_run:
+    if is_gpu_run and "mesh" not in marks:
         return "not a GPU test"
+    if is_gpu_run and jax.device_count() < 8:
+        return "needs 8 GPUs"
     return "run with --slow" if "slow" in marks and not is_slow_run else None
+
+
+@pytest.fixture
+def no_compilation_cache() -> Iterator[None]:
+    """For programs of described devices, which the cache writes and cannot read again."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

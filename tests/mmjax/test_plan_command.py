@@ -1,6 +1,5 @@
 """The plan command: what it prints and writes, and how it ends."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import pytest
 
 from mmjax import plan
 from mmjax.config import check, from_yaml
-from mmjax.parallel import described
 from mmjax.planner.adapters import Tuning, trained_arrays
 from mmjax.planner.machine import discover
 from mmjax.planner.topology import read_cluster
@@ -75,9 +73,7 @@ def test_a_measured_imbalance_sizes_the_buffers(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in described._PLUGINS), reason="needs the extra deviceless"
-)
+@pytest.mark.deviceless
 def test_plans_are_confirmed_by_compiled_steps(capsys):
     model = ["--model", "smollm2_135m", "--cluster", "2xh200", "--seq", "512", "--rows", "8"]
     assert plan.main([*model, "--confirm", "1", "--confirm-layers", "1"]) == 0
@@ -114,6 +110,33 @@ def test_this_machine_is_planned_for_with_a_warning_of_what_is_broken(monkeypatc
     assert plan.main(["--model", "kimi_linear_48b", "--rows", "8", "--top", "1"]) == 0
     printed = capsys.readouterr().out
     assert "warning: GPU2 has 0 NVLinks" in printed and "kimi_linear_48b on 1x8xb200" in printed
+
+
+def test_a_machine_of_uneven_links_gets_its_devices_in_an_order_that_suits_them(monkeypatch, capsys, tmp_path):
+    text = (Path(__file__).parent / "planner" / "machines" / "pcie_4_gpus.txt").read_text()
+    # The board as it would be with its cards in other slots: 0 and 2, 1 and 3 share a socket.
+    rows = [["X", "SYS", "NODE", "SYS"], ["SYS", "X", "SYS", "NODE"]]
+    rows += [["NODE", "SYS", "X", "SYS"], ["SYS", "NODE", "SYS", "X"]]
+    header = text.splitlines()[0].replace("NIC", "\0").split("\0")[0]
+    matrix = "\n".join([header, *(f"GPU{index}    {'    '.join(row)}" for index, row in enumerate(rows))])
+    outputs = {"--query-gpu=index,name": "".join(f"{index}, NVIDIA L40S\n" for index in range(4)), "topo": matrix}
+    found = discover(lambda command: outputs.get(command[1 % len(command)], ""), Path("/nonexistent"))
+    monkeypatch.setattr(plan, "discover", lambda: found)
+    options = ["--model", "qwen3_0_6b", "--rows", "8", "--seq", "2048", "--output", str(tmp_path)]
+    assert plan.main(options) == 0
+    plans = json.loads((tmp_path / "plans.json").read_text())
+    assert any(one["device_order"] for one in plans)
+
+
+def test_the_fit_of_committed_readings_is_printed(capsys):
+    readings = Path(__file__).parents[2] / "docs" / "readings" / "h200.json"
+    assert plan.main(["fit", "--readings", str(readings)]) == 0
+    printed = capsys.readouterr().out
+    for text in ("NVIDIA H200", "share of the peak", "llava15_lora_1xh200", "from the other steps", "on average"):
+        assert text in printed
+    assert plan.main([*SMALL, "--readings", str(readings), "--top", "1"]) == 0
+    assert "parts from kernels" in capsys.readouterr().out
+    assert plan.main(["fit", "--readings", "nowhere.json"]) == 2
 
 
 def test_images_are_planned_when_asked_for():

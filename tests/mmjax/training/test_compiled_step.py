@@ -1,5 +1,4 @@
 import dataclasses
-import importlib.util
 import json
 
 import pytest
@@ -21,10 +20,6 @@ from mmjax.parallel.described import described_mesh
 from mmjax.planner.topology import read_cluster
 from mmjax.training import compiled_step
 from mmjax.training.compiled_step import compile_step, group_of
-
-needs_compiler = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in described._PLUGINS), reason="needs the extra deviceless"
-)
 
 
 def small_run(**changes) -> RunConfig:
@@ -84,7 +79,7 @@ def test_arrays_are_grouped_by_what_they_are_for(path, group):
 
 
 @pytest.mark.slow
-@needs_compiler
+@pytest.mark.deviceless
 def test_a_step_compiled_without_a_gpu_says_where_memory_goes_and_what_is_exchanged(tmp_path):
     config = small_run()
     text_file = tmp_path / "program.txt"
@@ -108,7 +103,7 @@ def test_a_step_compiled_without_a_gpu_says_where_memory_goes_and_what_is_exchan
     assert json.loads((tmp_path / "numbers.json").read_text())["device_memory"] == memory
 
 
-@needs_compiler
+@pytest.mark.deviceless
 def test_compiled_text_is_described_alike_for_each_kind_of_gpu_that_is_known():
     for name in ("a100", "h100", "h200", "b200"):
         mesh = described_mesh(MeshConfig(fsdp=2, expert=8), read_cluster(f"2x8x{name}"))
@@ -125,7 +120,7 @@ def test_the_batch_is_described_as_the_loader_makes_it():
 
 
 @pytest.mark.slow
-@needs_compiler
+@pytest.mark.deviceless
 def test_what_is_kept_on_the_host_leaves_the_device():
     model = ModelConfig(
         width=1024,
@@ -153,7 +148,7 @@ def test_what_is_kept_on_the_host_leaves_the_device():
 
 
 @pytest.mark.slow
-@needs_compiler
+@pytest.mark.deviceless
 @pytest.mark.parametrize(("transfer", "is_hidden"), [("hidden", True), ("direct", False)])
 def test_what_a_pipelines_stages_hand_on_travels_while_they_compute(transfer, is_hidden):
     model = ModelConfig(

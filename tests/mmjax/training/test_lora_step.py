@@ -82,6 +82,7 @@ def run_config(
     capacity_factor: float = 2.0,
     transport: str = "all_to_all",
     exchange_chunks: int = 1,
+    node_devices: int = 8,
     accumulation: int = 1,
     optimizer: str = "adamw",
     rank: int = 4,
@@ -94,6 +95,7 @@ def run_config(
         capacity_factor=capacity_factor,
         transport=transport,
         exchange_chunks=exchange_chunks,
+        node_devices=node_devices,
     )
     return RunConfig(
         model=dataclasses.replace(MODEL, full_attention=full, moe=moe),
@@ -216,12 +218,19 @@ def test_adapters_give_the_logits_of_the_merged_model(batch, one_device, setting
     assert all((load > 0).all() for load in loads), "an expert took no token"
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
         # Buffers so small that the exchange takes several rounds.
         pytest.param(FSDP_EXPERT, {"capacity_factor": 0.6, "exchange_chunks": 3}, id="fsdp=2,expert=4"),
         pytest.param(FSDP_EXPERT, {"capacity_factor": 0.6, "transport": "ring"}, id="ring", marks=slow),
+        pytest.param(
+            FSDP_EXPERT,
+            {"capacity_factor": 0.6, "transport": "by_node", "node_devices": 2},
+            id="by node",
+            marks=slow,
+        ),
         pytest.param(
             FSDP_TENSOR_EXPERT,
             {"storage": "dense", "experts": "shared_down", "stage": "dense"},
@@ -239,7 +248,7 @@ def test_adapters_give_the_logits_of_the_merged_model(batch, one_device, setting
 )
 def test_every_mesh_gives_one_devices_logits_gradients_and_update(batch, one_device, mesh, settings):
     with jax.enable_x64(True):
-        unlike = ("capacity_factor", "transport", "exchange_chunks", "accumulation")
+        unlike = ("capacity_factor", "transport", "exchange_chunks", "node_devices", "accumulation")
         theirs = one_device(**{name: value for name, value in settings.items() if name not in unlike})
         ours = one_step(batch, mesh, **settings)
     assert_same(ours, theirs, 1e-9)

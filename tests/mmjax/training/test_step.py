@@ -80,6 +80,7 @@ def run_config(
     capacity_factor: float = 2.0,
     transport: str = "all_to_all",
     exchange_chunks: int = 1,
+    node_devices: int = 8,
     expert_axes: str = "expert",
     accumulation: int = 1,
     optimizer: str = "adamw",
@@ -97,6 +98,7 @@ def run_config(
         capacity_factor=capacity_factor,
         transport=transport,
         exchange_chunks=exchange_chunks,
+        node_devices=node_devices,
         expert_axes=expert_axes,
     )
     return RunConfig(
@@ -191,6 +193,7 @@ def assert_same(ours, theirs, bound: float) -> None:
         assert difference <= bound * scale + 1e-300, f"{jax.tree_util.keystr(path)}: {difference} against {scale}"
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
@@ -221,6 +224,12 @@ def assert_same(ours, theirs, bound: float) -> None:
         pytest.param(MeshConfig(fsdp=8), {}, id="fsdp=8", marks=pytest.mark.slow),
         pytest.param(MeshConfig(expert=8), {"capacity_factor": 0.6}, id="expert=8", marks=pytest.mark.slow),
         pytest.param(
+            TENSOR_EXPERT,
+            {"capacity_factor": 0.6, "transport": "by_node", "node_devices": 4},
+            id="tensor=2,expert=4 by node",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             MeshConfig(replica=2, fsdp=2, expert=2),
             {"capacity_factor": 0.6, "stage": "dense"},
             id="replica=2,fsdp=2,expert=2,dense",
@@ -232,17 +241,21 @@ def assert_same(ours, theirs, bound: float) -> None:
 def test_every_mesh_gives_one_devices_loss_gradients_and_update(batch, one_device, mesh, settings):
     with jax.enable_x64(True):
         # One device exchanges nothing, whatever the size of its buffers.
-        exchange = ("capacity_factor", "transport", "exchange_chunks", "expert_axes")
+        exchange = ("capacity_factor", "transport", "exchange_chunks", "node_devices", "expert_axes")
         alike = {name: value for name, value in settings.items() if name not in exchange}
         theirs, ours = one_device(**alike), one_step(batch, mesh, **settings)
         program, whole = program_of(batch, mesh, **settings), program_of(batch, MeshConfig(), **alike)
     assert_same(ours, theirs, 1e-9)
+    if jax.default_backend() != "cpu":
+        # Compilers for GPUs join exchanges and take memory of their own.
+        return
     assert device_bytes(program) < device_bytes(whole)
     # Muon makes matrices whole by itself.
     if settings.get("optimizer") != "muon":
         assert_exchanges_are_those_meant(program, mesh, **settings)
 
 
+@pytest.mark.mesh
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["context", "tensor"])
 def test_eight_devices_of_an_axis_that_needs_wider_sizes_give_one_devices_step(make_batch, axis):
@@ -252,7 +265,8 @@ def test_eight_devices_of_an_axis_that_needs_wider_sizes_give_one_devices_step(m
         theirs, ours = one_step(batch, MeshConfig(), **wide), one_step(batch, MeshConfig(**{axis: 8}), **wide)
         program = program_of(batch, MeshConfig(**{axis: 8}), **wide)
     assert_same(ours, theirs, 1e-9)
-    assert_exchanges_are_those_meant(program, MeshConfig(**{axis: 8}), **wide)
+    if jax.default_backend() == "cpu":
+        assert_exchanges_are_those_meant(program, MeshConfig(**{axis: 8}), **wide)
 
 
 def device_bytes(program) -> int:
@@ -279,15 +293,19 @@ def assert_exchanges_are_those_meant(program, mesh: MeshConfig, **settings) -> N
     assert found["all-gather"] == {axes: 2 * number - once[axes] for axes, number in weights.items()}
 
     # Rows of tokens go to experts and back, in the forward pass, again, and as gradients; once each time also which
-    # experts they are for.
+    # experts they are for, and their weights, whose gradients come back.
     axes_of_experts = MESH_AXES_OF_EXPERTS[model.moe.expert_axes]
     exchanging = tuple(axis for axis in axes_of_experts if mesh.sizes[axis] > 1)
     num_linear, num_moe = (sum(word in kind for kind in layer_kinds(model)) for word in ("linear", "moe"))
-    is_ring = model.moe.transport == "ring"
-    swaps = num_moe * (2 * (1 + 2 * model.moe.exchange_chunks) + 2 * model.moe.exchange_chunks)
+    is_ring, is_by_node = (model.moe.transport == transport for transport in ("ring", "by_node"))
+    # Between nodes rows and sums pass, and which token each row is of.
+    num_nodes = mesh.expert * mesh.tensor // model.moe.node_devices if is_by_node else 1
+    chunks = num_nodes if is_by_node else model.moe.exchange_chunks
+    swaps = num_moe * (2 * (2 + is_by_node + 2 * chunks) + 1 + 2 * chunks)
     assert found["all-to-all"] == ({exchanging: swaps} if exchanging and not is_ring else {})
     # Each linear attention looks back over two edges between chunks; a ring passes rows, indices, weights and sums.
     sent = {("context",): 6 * num_linear} if mesh.context > 1 else {}
+    sent |= {exchanging: 6 * num_moe * (num_nodes - 1)} if is_by_node else {}
     assert found["collective-permute"].keys() == sent.keys() | ({exchanging} if exchanging and is_ring else set())
     assert sent.items() <= found["collective-permute"].items()
 

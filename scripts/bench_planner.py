@@ -1,6 +1,6 @@
 """Ours beside published numbers: scans, shares of communication, exchanges, cuts and plans, as tables and plots.
 
-    python -m experiments.planner.published [--output FOLDER]
+    python scripts/bench_planner.py [--output FOLDER]
 
 Seconds on one core. What published numbers mean exactly is not known here: each table says what ours count.
 """
@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from planner_benchmarks.models import llava_1_5_13b, pictures, qwen_vl_7b
 from rich.console import Console
 from rich.table import Table
 
-from experiments.planner.models import llava_1_5_13b, pictures, qwen_vl_7b
 from mmjax.config import MeshConfig, ModelConfig, RunConfig, TrainingConfig, layer_kinds
 from mmjax.planner.all_to_all import plan_all_to_all
 from mmjax.planner.collectives import Group, all_gather_seconds, all_reduce_seconds
+from mmjax.planner.compute_time import PEER_SHARES
 from mmjax.planner.cost import Branch, alignment_penalty, forward_flops, golden_cost, vision_forward_flops
 from mmjax.planner.exchange_simulation import Network, Outcome
 from mmjax.planner.hardware import Cluster, Link
@@ -26,7 +27,7 @@ from mmjax.planner.parameters import num_parameters, parameter_arrays
 from mmjax.planner.pipeline_cut import Block, cut_pipeline, equal_layers
 from mmjax.planner.search import search
 from mmjax.planner.stages import part_flops
-from mmjax.planner.step_time import PEER_SHARES, StepClock
+from mmjax.planner.step_time import StepClock
 from mmjax.planner.topology import read_cluster
 from mmjax.planner.units import format_bytes, format_flops, format_seconds
 from mmjax.presets.fuyu import fuyu_8b
@@ -230,7 +231,7 @@ def data_parallel_and_plan() -> tuple[tuple[str, ...], Rows]:
         clock = StepClock(run, cluster)
         peak = cluster.num_devices * cluster.gpu.flops_per_second
         data = run.data
-        vision = clock.vision_training * data.rows * data.row_patches
+        vision = clock.computing.vision_training * data.rows * data.row_patches
         text = clock.step_flops(run) - vision
         # What a device computes of each, repeated work included.
         compute = time.forward + time.backward + time.recompute
@@ -255,7 +256,7 @@ def _tower_seconds(run: RunConfig, clock: StepClock) -> float:
     """Of a device: forward, backward and once more, whole on every device of tensor and context."""
     mesh, data = run.mesh, run.data
     patches = data.rows * data.row_patches / (mesh.num_row_shards * mesh.pipe)
-    flops = clock.vision_training + clock.vision_forward
+    flops = clock.computing.vision_training + clock.computing.vision_forward
     return patches * flops / (PEER_SHARES["vision"] * clock.cluster.gpu.flops_per_second)
 
 
@@ -306,7 +307,7 @@ def draw(header: Sequence[str], rows: Rows, title: str, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print every table; with --output also text and plots."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.planner.published")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="")
     output = parser.parse_args(arguments).output
     console = Console(width=160)

@@ -1,1 +1,0 @@
-"""The planner on systems that others published: `python -m experiments.planner.published`. No JAX, no GPU."""

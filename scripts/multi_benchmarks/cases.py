@@ -1,0 +1,131 @@
+"""Every case of `bench_multi.py` for a number of GPUs, the most important first."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MODELS = {"k3_slice": "k3_slice_1xh200", "kimi_linear": "kimi_linear_lora_1xh200"}
+"""Experiments of one GPU that are spread over several, by the name that cases have."""
+MESH_TESTS = ("test_step", "test_lora_step", "test_pipeline_step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One process."""
+
+    part: str
+    name: str
+    module: str
+    """Of this folder: its `run(session, name, **arguments)` is called."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 40.0
+    """How long it may use the GPUs."""
+    needs: str = ""
+    """The case whose results it compares its own with."""
+    is_timed: bool = True
+    is_free: bool = False
+    """It uses the GPUs without a turn, and is ended when timings begin."""
+
+
+def meshes_of(number: int) -> list[str]:
+    """Meshes of so many devices, each axis in one of them; in a step the first is the one that must be fast."""
+    if number == 1:
+        return []
+    half = number // 2
+    split = [("tensor", "expert"), ("pipe", "expert"), ("context", "expert"), ("replica", "fsdp")]
+    halves = [f"{axis}=2,{other}={half}" if half > 1 else f"{axis}=2" for axis, other in split]
+    return [f"expert={number}", f"fsdp={number}", *halves]
+
+
+def cases_for(number: int) -> list[Case]:
+    """
+    Raises:
+      ValueError: a number that the meshes do not divide.
+    """
+    if number not in (1, 2, 4, 8):
+        raise ValueError(f"{number} devices: the meshes are for 1, 2, 4 or 8")
+    meshes = meshes_of(number)
+    cases = [Case(part="environment", name="environment", module="environment", is_timed=False)]
+    if number > 1:
+        cases.append(Case(part="links", name="links", module="links", seconds=60))
+    for model, experiment in MODELS.items():
+        cases += [
+            Case(
+                part="steps",
+                name=f"{model} {mesh or 'one GPU'}",
+                module="steps",
+                arguments={"experiment": experiment, "mesh": mesh},
+            )
+            for mesh in ["", *meshes[:1]]
+        ]
+    comparison = "gradients one GPU"
+    cases += [
+        Case(
+            part="meshes",
+            name=f"gradients {mesh or 'one GPU'}",
+            module="meshes",
+            arguments={"mesh": mesh},
+            needs=comparison if mesh else "",
+            is_timed=False,
+        )
+        for mesh in ["", *meshes]
+    ]
+    cases += _variants(meshes[0] if meshes else "", number)
+    # What a pipeline or split positions give is in the table of gradients; these are the meshes that must be timed.
+    cases += [
+        Case(
+            part="steps",
+            name=f"{model} {mesh}",
+            module="steps",
+            arguments={"experiment": experiment, "mesh": mesh},
+        )
+        for mesh in meshes[1:4]
+        for model, experiment in MODELS.items()
+    ]
+    cases += [
+        Case(
+            part="tests",
+            name=f"tests {name}",
+            module="mesh_tests",
+            arguments={"file": f"tests/mmjax/training/{name}.py"},
+            is_timed=False,
+            is_free=True,
+        )
+        for name in MESH_TESTS
+        if number > 1
+    ]
+    return cases
+
+
+def _variants(mesh: str, number: int) -> list[Case]:
+    """The step of the first mesh in other ways, compared with it."""
+    model = "k3_slice"
+    step = {"experiment": MODELS[model], "mesh": mesh}
+    base = f"{model} {mesh or 'one GPU'}"
+    changes: list[tuple[str, str, dict[str, Any]]] = []
+    if number > 1:
+        changes += [
+            ("scheduler", "latency hiding off", {"is_latency_hidden": False}),
+            ("scheduler", "latency hiding on", {"is_latency_hidden": True}),
+            ("transports", "ring", {"moe": {"transport": "ring"}}),
+            ("transports", "ragged", {"moe": {"transport": "ragged"}}),
+            ("scheduler", "ragged, latency hiding on", {"moe": {"transport": "ragged"}, "is_latency_hidden": True}),
+            ("transports", "two chunks", {"moe": {"exchange_chunks": 2}}),
+            ("scheduler", "two chunks, level O1", {"moe": {"exchange_chunks": 2}, "optimization_level": "O1"}),
+        ]
+    changes += [
+        ("offload", "attention on the host", {"model": {"remat_offload": ("attention",)}}),
+        ("offload", "attention kept", {"model": {"remat_keep": ("attention",)}}),
+    ]
+    cases = [
+        Case(
+            part=part,
+            name=f"{base}, {name}",
+            module="steps",
+            arguments={**step, "changes": change, "base": base},
+            needs=base,
+        )
+        for part, name, change in changes
+    ]
+    if number > 1:
+        cases.insert(2, Case(part="transports", name="exchange alone", module="exchange"))
+    return cases
