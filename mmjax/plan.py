@@ -32,6 +32,7 @@ from mmjax.errors import ConfigurationError, MmjaxError
 from mmjax.parallel.pipeline_schedule import Kind, ScheduleName, make_schedule
 from mmjax.planner.adapters import ADAPTED_NAMES, Tuning
 from mmjax.planner.branches import BranchPlanner, Mix
+from mmjax.planner.compute_time import Rates
 from mmjax.planner.expert_size import exchange_buffer
 from mmjax.planner.hardware import Cluster
 from mmjax.planner.machine import discover
@@ -45,12 +46,14 @@ from mmjax.planner.report import (
     print_expert_sizes,
     print_no_fit,
     print_plans,
+    print_readings,
     print_rejections,
 )
-from mmjax.planner.search import Plan, SearchResult, check_without_mesh, search
+from mmjax.planner.search import Plan, SearchResult, check_without_mesh, search, with_links
 from mmjax.planner.stages import with_stages
-from mmjax.planner.step_time import Rates, StepClock
-from mmjax.planner.topology import machine_cluster, read_cluster
+from mmjax.planner.step_fit import fit_readings
+from mmjax.planner.step_time import StepClock
+from mmjax.planner.topology import bandwidth_matrix, machine_cluster, machine_graph, read_cluster
 from mmjax.planner.units import format_bytes, format_seconds
 
 
@@ -61,7 +64,7 @@ class Command:
     python -m mmjax.plan --model kimi_k31 --cluster 16x8xh200 --seq 8192 --lora --experts-at-rest mxfp4
 
     `python -m mmjax.plan measure` times exchanges between the devices of this machine instead, `python -m mmjax.plan
-    schedule` prints the schedule of a pipeline: see their own --help.
+    fit` prints what readings come to, `python -m mmjax.plan schedule` the schedule of a pipeline: see their own --help.
     """
 
     model: Annotated[str, tyro.conf.arg(metavar="NAME")] = "kimi_k31"
@@ -83,7 +86,7 @@ class Command:
     experts_at_rest: Literal["parameter_dtype", "mxfp4"] = "parameter_dtype"
     """How frozen experts are held."""
     readings: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """Take the link inside a node from a file that `measure` wrote."""
+    """Take the link inside a node from a file that `measure` wrote, and rates from kernels and steps in it."""
     row_clips: int = 0
     """Clips of sound of a row, for a model that hears."""
     imbalance: float = 0.0
@@ -116,6 +119,17 @@ class MeasureCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FitCommand:
+    """Print the rates that a file of readings gives, the error left, and each whole step as predicted from the others.
+    Loads no JAX.
+
+    python -m mmjax.plan fit --readings docs/readings/h200.json
+    """
+
+    readings: Annotated[str, tyro.conf.arg(metavar="FILE")]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScheduleCommand:
     """Print which stage of a pipeline does what in each tick (F forward, B backward, W gradients of weights), how much
     of the time devices wait, and how many micro-batches each keeps. Loads no JAX.
@@ -143,6 +157,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["measure"]:
             return measure(tyro.cli(MeasureCommand, args=arguments[1:], prog="python -m mmjax.plan measure"))
+        if arguments[:1] == ["fit"]:
+            command = tyro.cli(FitCommand, args=arguments[1:], prog="python -m mmjax.plan fit")
+            print_readings(_console(), load(Path(command.readings)))
+            return 0
         if arguments[:1] == ["schedule"]:
             return print_schedule(tyro.cli(ScheduleCommand, args=arguments[1:], prog="python -m mmjax.plan schedule"))
         return run(tyro.cli(Command, args=arguments, prog="python -m mmjax.plan"))
@@ -183,6 +201,7 @@ def print_schedule(command: ScheduleCommand) -> int:
 def run(command: Command) -> int:
     """Search, print, and write what was asked for."""
     preset = find_preset(command.model)
+    machine, rates = None, Rates(overlap=command.overlap)
     if command.cluster == "here":
         machine = discover()
         for fault in machine.faults():
@@ -191,15 +210,23 @@ def run(command: Command) -> int:
     else:
         cluster = read_cluster(command.cluster)
     if command.readings:
-        fit = fit_link(load(Path(command.readings)).exchanges)
-        print(f"link inside a node: {fit.describe()}")
-        cluster = with_inside_link(cluster, fit)
+        readings = load(Path(command.readings))
+        if readings.exchanges:
+            fit = fit_link(readings.exchanges)
+            print(f"link inside a node: {fit.describe()}")
+            cluster = with_inside_link(cluster, fit)
+        if readings.kernels or readings.steps:
+            steps = fit_readings(readings, rates)
+            print(steps.describe())
+            rates = steps.rates
     config, tuning = describe_run(command, preset(), cluster)
     if command.since and not is_changed(command, config, cluster, tuning):
         return 0
-    result = search(config, cluster, tuning=tuning, rates=Rates(overlap=command.overlap))
-    # Tables that a file or another program reads are not cut to a terminal's width.
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    result = search(config, cluster, tuning=tuning, rates=rates)
+    if machine:
+        bandwidth = bandwidth_matrix(machine_graph(machine, cluster.gpu))
+        result = with_links(result, StepClock(config, cluster, tuning=tuning, rates=rates), bandwidth)
+    console = _console()
     console.print(
         f"{command.model} on {cluster.name}: {config.data.rows} rows of {config.data.row_tokens:,} tokens a step; "
         f"{result.num_meshes} meshes, {len(result.plans)} plans fit {format_bytes(cluster.usable_bytes)} a device"
@@ -223,6 +250,11 @@ def run(command: Command) -> int:
     if command.confirm:
         confirm(console, result.plans[: command.confirm], cluster, tuning, command.confirm_layers)
     return 0
+
+
+def _console() -> Console:
+    """Tables that a file or another program reads are not cut to a terminal's width."""
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def mix_of(config: RunConfig) -> Mix:
@@ -333,6 +365,9 @@ def describe_run(command: Command, model: ModelConfig, cluster: Cluster) -> tupl
         model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, **_sized_buffer(command, model, cluster)))
     if not command.row_patches:
         model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, num_layers=0))
+    if model.residual == "attention":
+        # In loops within blocks every stage and every number of finished blocks is compiled apart.
+        model = dataclasses.replace(model, layer_loops="whole")
     config = RunConfig(model=model, data=data, optimizer=OptimizerConfig(name=command.optimizer))
     if faults := check_without_mesh(config):
         raise ConfigurationFaults("settings", faults)

@@ -11,10 +11,10 @@ from mmjax.config.model_settings import AudioConfig
 from mmjax.errors import ConfigurationError
 from mmjax.planner.adapters import FULL, Tuning, trained_arrays
 from mmjax.planner.collectives import Group, all_gather_seconds, all_reduce_seconds, mesh_group, send_seconds
+from mmjax.planner.compute_time import PEER_SHARES, Rates
 from mmjax.planner.cost import Branch, audio_training_flops, forward_flops, training_flops, vision_training_flops
 from mmjax.planner.hardware import Cluster
 from mmjax.planner.parameters import ITEM_BYTES
-from mmjax.planner.step_time import PEER_SHARES, Rates
 
 Share = Literal[
     "whole on each",
@@ -90,6 +90,11 @@ class BranchPlan:
     @property
     def best(self) -> Option:
         return self.options[0]
+
+    @property
+    def best_built(self) -> Option:
+        """The fastest that the trainer can do."""
+        return next(option for option in self.options if option.setting)
 
 
 class BranchPlanner:

@@ -189,7 +189,7 @@ def _adapter_flops(model: ModelConfig, tuning: Tuning) -> Iterator[tuple[float, 
         entries = float(array.size)
         if array.adapted_part == "routed experts":
             taken = model.moe.experts_per_token
-            entries *= taken / model.moe.num_experts if holds_experts(array.array_axes) else taken
+            entries *= taken / model.moe.num_resident_experts if holds_experts(array.array_axes) else taken
         # The indexer reads detached inputs: what meets them has no gradient to hand on.
         is_detached = array.adapted_part == "indexer" and array.name == "down"
         yield _FLOPS_PER_WEIGHT * entries, 2 if is_detached else TRAINING_FACTOR

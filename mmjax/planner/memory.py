@@ -13,8 +13,10 @@ from mmjax.planner.parameters import ITEM_BYTES, PACKED_BYTES, ParameterArray, S
 from mmjax.planner.schedules import ScheduleCost, schedule_cost
 
 _INT32 = 4
-# Values, gradients and temporaries for each intermediate value of a layer: set by compiled programs.
-_COPIES = 3.0
+# Hidden width of experts up to which kernels fetch rows from their tokens' places instead of sorting copies of them.
+_WIDEST_FETCHED = 768
+# Of a head's width, what kernels of linear attention need in a step beside their arguments: docs/benchmarks.md.
+_KERNEL_COPIES = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,32 +130,44 @@ _LAYER_OF = {
 
 
 def gathered_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
-    """Bytes of the layer (or table) whose gathered weights are the largest, in the compute dtype, and their gradients.
+    """Bytes of the gathered weights and their gradients at the worst moment.
 
-    What rests whole in the compute dtype is used where it rests. Gradients are there where trained, in the dtype at
-    rest. The embedding table is gathered as it rests. Packed experts are gathered packed, and are there once more, in
-    the order in which Hopper's kernels unpack them a tile at a time.
+        a layer   all its weights in the compute dtype, the gradient of its largest array in the dtype at rest, and the
+                  head's whole gradient, which waits while layers go backward
+        a table   the embedding as it rests and its gradient; the head in the compute dtype and its gradient
+
+    What rests whole in the compute dtype is used where it rests. Packed experts are gathered packed, and are there once
+    more, in the order in which Hopper's kernels unpack them a tile at a time.
     """
     model = config.model
     compute = ITEM_BYTES[model.compute_dtype]
-    layers: dict[str, float] = dict.fromkeys(("vision", "linear", "full", "moe", "dense", "all"), 0.0)
-    largest_table = 0.0
+    kinds = ("vision", "linear", "full", "moe", "dense", "all")
+    layers: dict[str, float] = dict.fromkeys(kinds, 0.0)
+    gradients: dict[str, float] = dict.fromkeys(kinds, 0.0)
+    largest_table = head_gradient = 0.0
     for shard in held:
         array = shard.array
-        is_embedding = array.name == "embedding"
-        item = ITEM_BYTES[array.dtype] if is_embedding else compute
-        if shard.gather_factor == 1 and item == ITEM_BYTES[array.dtype]:
+        rest, used = ITEM_BYTES[array.dtype], shard.used_entries / shard.num_layers
+        item = rest if array.name == "embedding" else compute
+        if shard.gather_factor == 1 and item == rest:
             item = 0
-        item += ITEM_BYTES[array.dtype] if array.is_trained else 0
         if array.is_packed:
             item = (2 if shard.gather_factor > 1 else 1) * PACKED_BYTES
-        used = shard.used_entries / shard.num_layers * item
+        gradient = used * rest if array.is_trained else 0.0
         if array.part == "tables":
-            largest_table = max(largest_table, used)
+            largest_table = max(largest_table, used * item + gradient)
+            if array.name == "head" and shard.gather_factor > 1:
+                head_gradient = gradient
         elif array.part != "adapters":
-            layers[_LAYER_OF[array.part]] += used
-    decoder = [layers[mixer] + layers[mlp] + layers["all"] for mixer, mlp in kind_counts(model)]
-    return max([largest_table, layers["vision"], *decoder])
+            kind = _LAYER_OF[array.part]
+            layers[kind] += used * item
+            gradients[kind] = max(gradients[kind], gradient)
+
+    def of_layer(*parts: str) -> float:
+        return sum(layers[part] for part in parts) + max(gradients[part] for part in parts)
+
+    decoder = [of_layer(mixer, mlp, "all") for mixer, mlp in kind_counts(model)]
+    return max([largest_table, *(size + head_gradient for size in (of_layer("vision"), *decoder))])
 
 
 def kept_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
@@ -166,6 +180,11 @@ def kept_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
         for shard in held
         if shard.array.in_decoder_layer and shard.gather_factor > 1
     )
+
+
+def keeps_layers(model: ModelConfig) -> bool:
+    """Whether stages of a pipeline keep the input of each of their layers and do not run again."""
+    return model.layer_loops == "whole" and not model.vision.deep_layers
 
 
 def num_expert_devices(config: RunConfig) -> int:
@@ -203,10 +222,10 @@ class InFlight:
         self.kinds = kind_counts(model)
         self.num_streams = model.hyper_connections.num_streams if model.residual == "hyper" else 1
         self.stage_layers = -(-model.num_layers // mesh.pipe)
+        self._worst_layer: tuple[float, float] | None = None
 
     def saved_activations(self) -> float:
-        """With remat: t D c a layer and residual stream, the same for each residual block, expert choices, and selected
-        keys (all int32).
+        """With remat: `layer_inputs`; the sum of each residual block and its gradient, at least float32.
 
         Without: the working set of every layer. The tower always keeps its layers' inputs only. A pipeline keeps no
         more than the inputs of its stages for further micro-batches.
@@ -214,26 +233,35 @@ class InFlight:
         model, width = self.model, self.model.width
         share = self.stage_layers / model.num_layers
         num_blocks = -(-model.num_layers // model.residual_block_layers) if model.residual == "attention" else 0
-        of_layers = model.num_layers * share * self.num_streams
-        streams = (of_layers + num_blocks + 2) * self.tokens * width * self.compute
+        blocks = num_blocks * self.tokens * width * (self.compute + self.wide)
+        layers = self.layer_inputs() + blocks + 2 * self.tokens * width * self.compute
+        if model.remat == "none":
+            layers += share * sum(number * self.layer_values(*kind) for kind, number in self.kinds.items())
+        tower = model.vision.num_layers * self.patches * model.vision.width * self.compute
+        vision = model.vision
+        merged, per_feature = vision.width * vision.patches_per_feature, vision.patches_per_feature
+        # Between a projector's two products: as wide as what it joins, or (CLIP) as the model.
+        projected = merged + 3 * width if vision.kind == "clip" else 2 * merged + width
+        features = self.patches / per_feature * projected * self.compute
+        return layers + self.kept_inputs() + tower + features
+
+    def layer_inputs(self) -> float:
+        """Of a stage's layers for one micro-batch: t D c a layer and residual stream, expert choices, and selected keys
+        (all int32)."""
+        model = self.model
+        share = self.stage_layers / model.num_layers
         decisions = 0.0
         for (mixer, mlp), number in self.kinds.items():
             if mlp == "moe":
                 decisions += number * self.tokens * (model.moe.experts_per_token * _INT32 + self.wide)
             if mixer == "full" and self._selects():
                 decisions += number * self.tokens * model.full_attention.indexer.top_k * _INT32
-        layers = streams + decisions * share
-        if model.remat == "none":
-            layers += share * sum(number * self.layer_working_set(*kind) for kind, number in self.kinds.items())
-        tower = model.vision.num_layers * self.patches * model.vision.width * self.compute
-        vision = model.vision
-        merged, per_feature = vision.width * vision.patches_per_feature, vision.patches_per_feature
-        features = self.patches / per_feature * (2 * merged + width) * self.compute
-        return layers + self.kept_inputs() + tower + features
+        streams = model.num_layers * self.num_streams * self.tokens * model.width * self.compute
+        return share * (streams + decisions)
 
     def kept_inputs(self) -> float:
-        """Of a pipeline: inputs of stages that its schedule keeps, and 5 more that are on their way; with shared edges
-        the embeddings of all micro-batches."""
+        """Of a pipeline: inputs of stages that its schedule keeps, and 5 more that are on their way; where stages do not
+        run again, those of all their layers instead; with shared edges the embeddings of all micro-batches."""
         training = self.config.training
         return self.kept_inputs_of(schedule_cost(self.config), training.pipeline_edges)
 
@@ -245,44 +273,55 @@ class InFlight:
         num_blocks = -(-model.num_layers // model.residual_block_layers) if model.residual == "attention" else 0
         message = (self.num_streams + num_blocks) * self.tokens * model.width * self.compute
         embedded = self.config.training.accumulation * self.tokens * model.width * self.compute
-        return (cost.num_inputs + 5) * message + (embedded if edges == "data_parallel" else 0.0)
+        kept = self.layer_inputs() if keeps_layers(model) else message
+        return cost.num_inputs * kept + 5 * message + (embedded if edges == "data_parallel" else 0.0)
 
     def largest_working_set(self) -> float:
-        """The most that one layer, one chunk of the loss or one layer of the tower needs, with its gradients."""
-        layers = [self.layer_working_set(mixer, mlp) for mixer, mlp in self.kinds]
-        return max([*layers, self.loss_working_set(), self.tower_working_set()])
-
-    def layer_working_set(self, mixer: str, mlp: str) -> float:
-        """Intermediate values of one decoder layer, kept for its own backward pass, with their copies and gradients.
-
-        Of grouped attention and a dense MLP what is there at one time: the MLP's values and gradients beside what the
-        mixer keeps, then the mixer's with four copies of a chunk's scores. Of other layers three times all values.
-        """
-        residual = 4 * self.num_streams * self.tokens * self.model.width * self.compute
-        if mixer == "full" and mlp == "dense" and self.model.full_attention_kind == "grouped":
-            values, scores = self._grouped_attention_parts()
-            return residual + max(values + 2 * self._mlp(self.model.moe.dense_width), 2 * values + 4 * scores)
-        if mixer == "linear":
-            is_kimi_delta = self.model.linear_attention_kind == "kimi_delta"
-            values = self._linear_attention() if is_kimi_delta else self._gated_delta_net()
-        elif self.model.full_attention_kind == "grouped":
-            values = self._grouped_attention()
-        else:
-            values = self._full_attention()
-        values += self._experts() if mlp == "moe" else self._mlp(self.model.moe.dense_width)
-        return _COPIES * (values + residual)
+        """The most that one layer without its exchange, one chunk of the loss or one layer of the tower needs, with
+        its gradients."""
+        return self._worst()[0]
 
     def exchange_buffers(self) -> float:
-        """Rows sent and returned, 4 times a buffer of the experts' input width; of a ring, instead of what is sent, all
-        rows twice and the sums of their results twice, at least float32, with what each step keeps for its gradient."""
-        devices = num_expert_devices(self.config)
-        if devices == 1 or not any(mlp == "moe" for _, mlp in self.kinds):
-            return 0.0
-        width = self.model.moe.latent_width or self.model.width
-        if self.model.moe.transport == "ring":
-            taken_out = 2 * self.exchanged_rows() / devices * self.compute
-            return width * (taken_out + self.tokens * ((2 + devices) * self.compute + 2 * self.wide))
-        return 4 * self.exchanged_rows() * width * self.compute
+        """Rows on their way in the layer that needs most."""
+        return self._worst()[1]
+
+    def _worst(self) -> tuple[float, float]:
+        if self._worst_layer is None:
+            layers = [self.layer_working_set(mixer, mlp) for mixer, mlp in self.kinds]
+            others = [(self.loss_working_set(), 0.0), (self.tower_working_set(), 0.0)]
+            self._worst_layer = max([*layers, *others], key=sum)
+        return self._worst_layer
+
+    def layer_working_set(self, mixer: str, mlp: str) -> tuple[float, float]:
+        """(intermediate values of one decoder layer in its own backward pass, rows of its exchange on their way).
+
+        4 streams + max(what the mixer keeps + the MLP's worst moment, the mixer's worst moment)
+        """
+        residual = 4 * self.num_streams * self.tokens * self.model.width * self.compute
+        kept, mixing = self._mixer(mixer)
+        mlp_values, exchange = self._experts() if mlp == "moe" else (2 * self._mlp(self.model.moe.dense_width), 0.0)
+        if mixing >= kept + mlp_values + exchange:
+            return residual + mixing, 0.0
+        return residual + kept + mlp_values, exchange
+
+    def layer_values(self, mixer: str, mlp: str) -> float:
+        """What a layer keeps for its backward pass if it is not computed again: half of an MLP's worst moment."""
+        mlp_values, exchange = self._experts() if mlp == "moe" else (2 * self._mlp(self.model.moe.dense_width), 0.0)
+        residual = 4 * self.num_streams * self.tokens * self.model.width * self.compute
+        return residual + self._mixer(mixer)[0] + (mlp_values + exchange) / 2
+
+    def _mixer(self, mixer: str) -> tuple[float, float]:
+        """(what a mixer keeps for its backward pass, the most that it needs then)."""
+        if mixer == "linear":
+            return (
+                self._linear_attention()
+                if self.model.linear_attention_kind == "kimi_delta"
+                else self._gated_delta_net()
+            )
+        if self.model.full_attention_kind == "grouped":
+            values, scores = self._grouped_attention_parts()
+            return values, 2 * values + 4 * scores
+        return self._full_attention()
 
     def exchanged_rows(self) -> float:
         """Rows that a device sends in one exchange: in buffers, filled or not,
@@ -326,29 +365,30 @@ class InFlight:
         is_sparse = self.model.full_attention_kind == "latent" and indexer.stage == "sparse"
         return is_sparse and self.config.data.row_tokens > indexer.top_k
 
-    def _linear_attention(self) -> float:
-        """Per token and head: q, k, v before and after their convolution, decay, gate, mix; 3 C of a chunk's matrices;
-        and K V / C of the chunk's state, all but the projections in at least float32."""
+    def _linear_attention(self) -> tuple[float, float]:
+        """Kept, per token and head: q, k, v before and after their convolution, decay, gate, mix, all but the
+        projections' results in at least float32. At most: besides what the kernels need, 15 times a head's width."""
         linear = self.model.linear_attention
         heads = linear.num_heads / self.mesh.tensor
         qkv = 2 * linear.key_width + linear.value_width
-        projected = (qkv + linear.key_width + linear.value_width) * self.compute
-        mixed = (qkv + linear.key_width + 2 * linear.value_width) * self.wide
-        chunk = (3 * linear.chunk_tokens + linear.key_width * linear.value_width / linear.chunk_tokens) * self.wide
-        return self.tokens * heads * (projected + mixed + chunk) + self.gathered_states()
+        kept = (2 * qkv + linear.key_width + 3 * linear.value_width) * self.compute + linear.key_width * self.wide
+        kernels = _KERNEL_COPIES * (linear.key_width + linear.value_width) / 2 * self.compute
+        kept = self.tokens * heads * kept
+        return kept, kept + self.tokens * heads * kernels + self.gathered_states()
 
-    def _gated_delta_net(self) -> float:
+    def _gated_delta_net(self) -> tuple[float, float]:
         """As for linear attention, with keys and queries repeated for each value head, and one decay a head."""
         net = self.model.gated_delta_net
         heads, key_heads = net.num_value_heads / self.mesh.tensor, net.num_key_heads / self.mesh.tensor
-        projected = (2 * key_heads * net.key_width + 2 * heads * net.value_width) * self.compute
-        mixed = heads * (2 * net.key_width + 3 * net.value_width) * self.wide
-        chunk = heads * (3 * net.chunk_tokens + net.key_width * net.value_width / net.chunk_tokens) * self.wide
-        return self.tokens * (projected + mixed + chunk) + self.gathered_states()
+        projected = 2 * (2 * key_heads * net.key_width + heads * net.value_width)
+        kept = self.tokens * (projected + heads * (2 * net.key_width + 3 * net.value_width)) * self.compute
+        kernels = _KERNEL_COPIES * (net.key_width + net.value_width) / 2 * self.compute
+        return kept, kept + self.tokens * heads * kernels + self.gathered_states()
 
-    def _full_attention(self) -> float:
-        """Per token: latents, and for each head q, k, v, gate, mix; scores of one chunk of queries; of selected keys, a
-        chunk's gathered latents."""
+    def _full_attention(self) -> tuple[float, float]:
+        """Kept, per token: latents, and for each head q, k, v, gate, mix. At most: the same twice, and four times the
+        scores of one chunk of queries, in which XLA takes rows of many documents; of selected keys a chunk's gathered
+        latents."""
         full = self.model.full_attention
         heads = full.num_heads / self.mesh.tensor
         latents = full.query_rank + 2 * (full.latent_width + full.shared_key_width)
@@ -368,16 +408,8 @@ class InFlight:
         if not self._selects():
             of_row += heads * (full.key_width + full.value_width)
         others = self.tokens * (self.mesh.context - 1) * of_row * self.compute
-        return (
-            self.tokens * (latents + heads * per_head) * self.compute
-            + others
-            + chunk * (2 * heads * keys * self.wide + gathered + index_scores)
-        )
-
-    def _grouped_attention(self) -> float:
-        """What is kept, and scores of one chunk of queries and their gradient."""
-        values, scores = self._grouped_attention_parts()
-        return values + 2 * scores
+        kept = self.tokens * (latents + heads * per_head) * self.compute + others
+        return kept, 2 * kept + chunk * (4 * heads * keys * self.wide + gathered + index_scores)
 
     def _grouped_attention_parts(self) -> tuple[float, float]:
         """(per token q and k before and after they turn, v, gate and mix, k and v of whole rows; scores of a chunk)."""
@@ -388,15 +420,29 @@ class InFlight:
         chunk = self.rows * min(grouped.query_chunk_tokens, self.row_tokens)
         return values, chunk * heads * self.config.data.row_tokens * self.wide
 
-    def _experts(self) -> float:
-        """Router scores; copies and outputs of t A rows; 3 hidden values a row; the shared MLP."""
+    def _experts(self) -> tuple[float, float]:
+        """(router, kernels and shared MLP, rows on their way) at the worst moment of the backward pass, with R of the
+        experts' input width and I of their hidden values a row:
+
+            router        three times the scores of all experts
+            kernels       2 R + 6 I a row, 3 R more where rows are sorted
+            shared MLP    its values and their gradients, as of a dense one
+            on their way  6 R a row: sent, arrived, returned, once more for a further round, and gradients; of a ring
+                          all rows and the sums of their results, twice, with what each step keeps
+        """
         moe, model = self.model.moe, self.model
         width = moe.latent_width or model.width
-        choices = self.tokens * moe.experts_per_token
-        computed = self.exchanged_rows()
-        routed = 2 * choices * width * self.compute + 3 * computed * moe.expert_width / self.mesh.tensor * self.compute
-        router = 2 * self.tokens * moe.num_experts * self.wide
-        return router + routed + self._mlp(moe.shared_hidden_width)
+        devices, rows = num_expert_devices(self.config), self.exchanged_rows()
+        sorted_copies = 3 * width if moe.expert_width > _WIDEST_FETCHED else 0
+        kernels = rows * (2 * width + sorted_copies + 6 * moe.expert_width / self.mesh.tensor) * self.compute
+        router = 3 * self.tokens * moe.num_experts * self.wide
+        values = router + kernels + 2 * self._mlp(moe.shared_hidden_width)
+        if devices == 1:
+            return values, 0.0
+        if moe.transport == "ring":
+            passed = self.tokens * ((2 + devices) * self.compute + 2 * self.wide)
+            return values, width * (2 * rows / devices * self.compute + passed)
+        return values, 6 * rows * width * self.compute
 
     def _mlp(self, hidden_width: int) -> float:
         return 3 * self.tokens * hidden_width / self.mesh.tensor * self.compute

@@ -255,10 +255,10 @@ def parameter_arrays(model: ModelConfig) -> list[ParameterArray]:
         if moe.latent_norm:
             add_layer("moe", "norms and mixes", "mlp.latent_norm", (expert_input,), (None,))
     experts = axes.ARRAY_AXIS_OF_EXPERTS[moe.expert_axes]
-    into = (moe.num_experts, expert_input, moe.expert_width)
+    into = (moe.num_resident_experts, expert_input, moe.expert_width)
     for path in ("gate", "up"):
         add_layer("moe", "routed experts", f"mlp.{path}", into, (experts, None, "expert_hidden"))
-    out = (moe.num_experts, moe.expert_width, expert_input)
+    out = (moe.num_resident_experts, moe.expert_width, expert_input)
     add_layer("moe", "routed experts", "mlp.down", out, (experts, "expert_hidden", None))
     if moe.num_shared_experts:
         for path, shape, array_axes in _mlp(width, moe.shared_hidden_width):
@@ -280,7 +280,7 @@ def num_active_parameters(model: ModelConfig) -> int:
     vision."""
     moe = model.moe
     return sum(
-        array.size * moe.experts_per_token // moe.num_experts if array.part == "routed experts" else array.size
+        array.size * moe.experts_per_token // moe.num_resident_experts if array.part == "routed experts" else array.size
         for array in parameter_arrays(model)
         if array.part not in ("vision", "audio", "projector")
         and (array.name != "embedding" or model.tied_head)

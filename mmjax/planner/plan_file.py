@@ -13,8 +13,16 @@ from mmjax.errors import ConfigurationError, writing
 PLANNED = (
     *("mesh.pipe", "mesh.replica", "mesh.fsdp", "mesh.context", "mesh.expert", "mesh.tensor", "mesh.device_order"),
     *("training.accumulation", "training.pipeline_schedule", "training.pipeline_transfer", "training.pipeline_edges"),
-    *("model.remat", "model.remat_keep", "model.remat_offload", "model.pipeline_stages", "model.pipeline_chunks"),
-    *("model.moe.transport", "model.moe.capacity_factor", "model.moe.expert_axes"),
+    *(
+        "model.layer_loops",
+        "model.remat",
+        "model.remat_keep",
+        "model.remat_offload",
+        "model.pipeline_stages",
+        "model.pipeline_chunks",
+    ),
+    *("model.moe.transport", "model.moe.node_devices", "model.moe.exchange_chunks", "model.moe.capacity_factor"),
+    "model.moe.expert_axes",
 )
 # What it was made for; a run with other sizes may take it, and is told so.
 _MADE_FOR = ("data.rows", "data.row_tokens", "data.row_patches", "model.width", "model.num_layers", "lora.rank")

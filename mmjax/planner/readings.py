@@ -1,16 +1,17 @@
-"""Readings of exchanges and steps in a file, and what fits them best, with the error that is left."""
+"""Readings of exchanges, kernels and steps in a file, and what fits exchanges and branches, with the error left."""
 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from scipy.optimize import nnls
 
 from mmjax.errors import ConfigurationError
+from mmjax.planner.compute_time import PEER_SHARES
 from mmjax.planner.cost import Branch
 from mmjax.planner.hardware import Cluster, Link
 
@@ -30,12 +31,53 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelReading:
+    """One kernel or product, timed by itself."""
+
+    part: str
+    """Of `compute_time.PEER_SHARES`."""
+    shape: str
+    """What it worked on, in words."""
+    flops: float
+    """As the planner counts them."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReading:
+    """A whole training step, timed."""
+
+    name: str
+    cluster: str
+    """`1x1xh200`"""
+    settings: Mapping[str, Any]
+    """Of the run, by their names, where they differ from the defaults."""
+    tuning: Mapping[str, Any]
+    """What is trained: fields of `adapters.Tuning`."""
+    seconds: float
+    source: str
+    """Where and when it was read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoldenReading:
+    """A step that was timed, and the terms of its golden formula as predicted with all factors 1."""
+
+    branches: tuple[Branch, ...]
+    alignment_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Readings:
-    """What was read, on what."""
+    """What was read, on what; at least one reading of any kind."""
 
     hardware: str
     versions: Mapping[str, str]
-    exchanges: tuple[Reading, ...]
+    exchanges: tuple[Reading, ...] = ()
+    kernels: tuple[KernelReading, ...] = ()
+    steps: tuple[StepReading, ...] = ()
+    golden: tuple[GoldenReading, ...] = ()
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -49,17 +91,32 @@ def load(path: Path) -> Readings:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        exchanges = tuple(Reading(**reading) for reading in values["exchanges"])
-        is_good = all(r.exchange in EXCHANGES and r.num_devices > 1 and r.seconds > 0 for r in exchanges)
-        if not is_good or not exchanges:
-            raise ValueError("an unknown exchange, fewer than 2 devices, no time, or no reading at all")
-        return Readings(hardware=str(values["hardware"]), versions=dict(values["versions"]), exchanges=exchanges)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        golden = tuple(
+            GoldenReading(**reading | {"branches": tuple(Branch(**branch) for branch in reading["branches"])})
+            for reading in values.get("golden", ())
+        )
+        readings = Readings(
+            hardware=str(values["hardware"]),
+            versions=dict(values["versions"]),
+            exchanges=tuple(Reading(**reading) for reading in values.get("exchanges", ())),
+            kernels=tuple(KernelReading(**reading) for reading in values.get("kernels", ())),
+            steps=tuple(StepReading(**reading) for reading in values.get("steps", ())),
+            golden=golden,
+        )
+        timed = (*readings.exchanges, *readings.kernels, *readings.steps, *readings.golden)
+        if not timed or any(not reading.seconds > 0 for reading in timed):
+            raise ValueError("no reading at all, or one without a time")
+        if any(r.exchange not in EXCHANGES or r.num_devices < 2 for r in readings.exchanges):
+            raise ValueError("an unknown exchange, or fewer than 2 devices")
+        if strange := [r.part for r in readings.kernels if r.part not in PEER_SHARES or not r.flops > 0]:
+            raise ValueError(f"{strange[0]!r}, no part of a model, or without FLOPs")
+        return readings
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             str(path),
             found=" ".join(str(error).split()) or type(error).__name__,
-            expected="readings with hardware, versions and exchanges",
-            remedy="write the file with `python -m mmjax.plan measure`",
+            expected="readings with hardware, versions, and exchanges, kernels, steps or branches",
+            remedy="write the file with `python -m mmjax.plan measure`, or mend that entry",
         ) from error
 
 
@@ -106,15 +163,6 @@ def fit_link(readings: Sequence[Reading]) -> LinkFit:
 def with_inside_link(cluster: Cluster, fit: LinkFit) -> Cluster:
     """The cluster with the measured link between the GPUs of a node."""
     return dataclasses.replace(cluster, inside=fit.link)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GoldenReading:
-    """A step that was timed, and the terms of its golden formula as predicted with all factors 1."""
-
-    branches: tuple[Branch, ...]
-    alignment_seconds: float
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,23 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmjax.config import ModelConfig, RematResult, RunConfig, layer_kinds
+from mmjax.planner.compute_time import KEPT_PARTS, Rates, share_again
 from mmjax.planner.cost import forward_flops
 from mmjax.planner.hardware import Cluster
 from mmjax.planner.memory import InFlight
-from mmjax.planner.step_time import Rates
-
-# What computing a result again costs, by the parts of the planner's count of FLOPs.
-_PARTS: dict[RematResult, tuple[str, ...]] = {
-    "projections": (
-        "linear attention projections",
-        "full attention projections",
-        "latent projections",
-        "shared experts",
-        "dense MLP",
-    ),
-    "attention": ("linear attention recurrence", "full attention scores"),
-    "experts": ("routed experts",),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +36,16 @@ def kept_results(config: RunConfig, cluster: Cluster, rates: Rates | None = None
     """The results that can be kept, with their costs.
 
     bytes    t (widths of the result, summed over layers) c          t tokens of a device, c bytes of the compute dtype
-    seconds  t (FLOPs of a token in the parts it saves) / (share of the peak * peak * tensor)
+    seconds  t (FLOPs of a token that it saves) / (share of the peak * peak * tensor)
     """
     model, rates = config.model, rates or Rates()
     flight, flops = InFlight(config), forward_flops(model, config.data.row_tokens)
     tensor = config.mesh.tensor
     results = []
-    for name, parts in _PARTS.items():
+    for name, parts in KEPT_PARTS.items():
         width = sum(_widths(model, mixer, mlp, tensor)[name] for mixer, mlp in layer_kinds(model))
-        seconds = sum(
-            flops.get(part, 0.0) / (rates.shares[part] * cluster.gpu.flops_per_second * tensor) for part in parts
-        )
+        peak = cluster.gpu.flops_per_second * tensor
+        seconds = sum(flops.get(part, 0.0) * share_again(model, part) / (rates.shares[part] * peak) for part in parts)
         item = flight.wide if name == "experts" else flight.compute
         results.append(KeptResult(name=name, num_bytes=flight.tokens * width * item, seconds=flight.tokens * seconds))
     return results

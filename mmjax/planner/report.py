@@ -12,10 +12,13 @@ from mmjax.config import RunConfig, describe_mesh
 from mmjax.errors import ConfigurationError
 from mmjax.planner.adapters import Tuning
 from mmjax.planner.branches import BranchPlan, BranchPlanner
+from mmjax.planner.compute_time import PEER_SHARES
 from mmjax.planner.cost import golden_cost
 from mmjax.planner.expert_size import expert_size_by_rule, expert_sizes_by_search
 from mmjax.planner.hardware import Cluster
+from mmjax.planner.readings import Readings, fit_golden, fit_link
 from mmjax.planner.search import Plan, SearchResult, describe_kept, describe_schedule, remedies
+from mmjax.planner.step_fit import fit_readings
 from mmjax.planner.units import format_bytes, format_seconds
 
 _KEPT_LABELS = {"layer": "inputs of layers kept", "results": "some results kept", "none": "everything kept"}
@@ -78,10 +81,17 @@ def print_branches(console: Console, planner: BranchPlanner, plans: Sequence[Bra
                 format_seconds(option.compute),
                 format_seconds(option.exchange),
                 format_bytes(option.exchanged_bytes),
-                option.setting or "not built",
+                option.setting or "not built: the trainer cannot do this",
             )
         table.add_section()
     console.print(table)
+    for plan in plans:
+        if plan.best is not plan.best_built:
+            built = plan.best_built
+            console.print(
+                f"{plan.name}: {plan.best.share} would be fastest and is not built; a run has it {built.share}"
+                f" ({built.setting}), {format_seconds(built.total - plan.best.total)} a step more"
+            )
     cost = golden_cost(planner.golden_branches(plans))
     terms = ", ".join(f"{one.name} {format_seconds(one.total)}" for one in cost.branches)
     console.print(f"on devices of their own: {terms}; the slowest sets {format_seconds(cost.total)}")
@@ -124,6 +134,39 @@ def print_no_fit(console: Console, config: RunConfig, cluster: Cluster, tuning: 
     console.print("what would make it fit:" if found else "none of the remedies that were tried makes it fit")
     for remedy in found:
         console.print(f"  - {escape(remedy)}")
+
+
+def print_readings(console: Console, readings: Readings) -> None:
+    """What readings come to, and the error left: links, shares of the peak, steps each from the others, branches."""
+    versions = ", ".join(f"{name} {version}" for name, version in readings.versions.items())
+    console.print(escape(f"{readings.hardware}: {versions}"))
+    if readings.exchanges:
+        console.print(f"link inside a node: {fit_link(readings.exchanges).describe()}")
+    fit = fit_readings(readings)
+    if fit.kernel_shares:
+        table = Table(
+            "part", "readings", "share of the peak", "published", "worst error", title="kernels by themselves"
+        )
+        for part, (share, error) in fit.kernel_shares.items():
+            shapes = "; ".join(kernel.shape for kernel in readings.kernels if kernel.part == part)
+            table.add_row(part, escape(shapes), f"{share:.3g}", f"{PEER_SHARES[part]:.3g}", f"{error:.1%}")
+        console.print(table)
+    if fit.steps:
+        headers = ("read", "from kernels alone", "fitted", "from the other steps", "error")
+        table = Table("step", *headers, title="whole steps")
+        for step in fit.steps:
+            times = (step.seconds, step.published, step.fitted, step.from_others)
+            table.add_row(step.name, *map(format_seconds, times), f"{step.error_from_others:+.1%}")
+        console.print(table)
+        console.print(fit.describe())
+    if readings.golden:
+        golden = fit_golden(readings.golden)
+        console.print(
+            f"branches: compute x {golden.compute:.2f}, exchange x {golden.exchange:.2f}, alpha {golden.alpha:.2f},"
+            f" beta {golden.beta:.2f}; error {golden.mean_error:.1%} on average, {golden.worst_error:.1%} at worst"
+        )
+    else:
+        console.print("alpha and beta stay 1: no step of branches on devices of their own was read")
 
 
 def draw(result: SearchResult, path: Path) -> None:

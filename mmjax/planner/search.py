@@ -4,16 +4,19 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from mmjax import axes
 from mmjax.config import MeshConfig, RunConfig, check, describe_mesh, mesh_split_faults
 from mmjax.config.fault import Fault
 from mmjax.planner.adapters import FULL, Tuning
+from mmjax.planner.compute_time import Rates
 from mmjax.planner.cost import model_flops_utilisation
-from mmjax.planner.device_order import nested_order, nestings
+from mmjax.planner.device_order import nested_order, nestings, order_for_links
 from mmjax.planner.hardware import Cluster
 from mmjax.planner.memory import DeviceBytes, bytes_of_shards
 from mmjax.planner.parameters import ITEM_BYTES, PACKED_BYTES, shards
-from mmjax.planner.step_time import Rates, StepClock, StepTime
+from mmjax.planner.step_time import StepClock, StepTime
 from mmjax.planner.units import format_bytes, format_seconds
 from mmjax.planner.ways import Way, Ways
 
@@ -213,6 +216,17 @@ def _with_device_orders(plans: list[Plan], clock: StepClock) -> list[Plan]:
                 best = _plan(Way(config=config, memory=plan.memory, time=time, host_bytes=plan.host_bytes), clock)
         improved.append(best)
     return sorted([*improved, *plans[_NUM_ORDERED:]], key=lambda plan: (plan.time.total, plan.memory.total))
+
+
+def with_links(result: SearchResult, clock: StepClock, bandwidth: np.ndarray) -> SearchResult:
+    """The first plans with their devices in the order that suits links of uneven `bandwidth` [n, n], in bytes a second
+    between every two devices. Times stay those of the slowest link."""
+    ordered = []
+    for plan in result.plans[:_NUM_ORDERED]:
+        order = order_for_links(plan.config.mesh, bandwidth, clock.exchanged_bytes(plan.config, plan.time))
+        mesh = dataclasses.replace(plan.config.mesh, device_order=order)
+        ordered.append(dataclasses.replace(plan, config=dataclasses.replace(plan.config, mesh=mesh)))
+    return dataclasses.replace(result, plans=(*ordered, *result.plans[_NUM_ORDERED:]))
 
 
 def _siblings(best: Plan, ways: Ways) -> Iterator[Plan]:

@@ -3,13 +3,14 @@
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mmjax import axes
-from mmjax.config import ModelConfig, RunConfig, layer_kinds
+from mmjax.config import RunConfig
 from mmjax.planner.adapters import FULL, Tuning, trained_arrays
 from mmjax.planner.collectives import (
+    Group,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
@@ -17,58 +18,20 @@ from mmjax.planner.collectives import (
     ring_latency_seconds,
     send_seconds,
 )
-from mmjax.planner.cost import (
-    adapter_forward_flops,
-    forward_flops,
-    training_flops,
-    vision_forward_flops,
-    vision_training_flops,
-)
+from mmjax.planner.compute_time import ComputeClock, Rates
 from mmjax.planner.hardware import Cluster
-from mmjax.planner.memory import InFlight, num_expert_devices, num_moments
+from mmjax.planner.memory import InFlight, keeps_layers, num_expert_devices, num_moments
 from mmjax.planner.parameters import ITEM_BYTES, PACKED_BYTES, ParameterArray, Shard, shards
 from mmjax.planner.pipeline_cut import slowest_stage
 from mmjax.planner.schedules import Scheduling, cost_of, scheduling_of
 from mmjax.planner.stages import part_flops
 
-# Share of the bfloat16 peak that each part reaches, forward and backward together. Read on one H200, from the kernels
-# that others publish: cuBLAS 743 TFLOP/s, cuDNN attention 523, sparse attention 431, indexer 470, grouped expert
-# products 530, chunked cross-entropy 645, chunked KDA 53, attention residuals 6.7; float32 router from its data sheet.
-PEER_SHARES = {
-    "linear attention projections": 0.75,
-    "linear attention recurrence": 0.054,
-    "full attention projections": 0.75,
-    "full attention scores": 0.53,
-    "selected attention scores": 0.44,
-    "indexer": 0.47,
-    "router": 0.05,
-    "latent projections": 0.75,
-    "routed experts": 0.53,
-    "shared experts": 0.75,
-    "dense MLP": 0.75,
-    "attention residuals": 0.0068,
-    "hyper connections": 0.0068,
-    "head": 0.65,
-    "adapters": 0.25,
-    "vision": 0.60,
-}
-_WHOLE_ON_EACH_DEVICE = ("router", "latent projections", "indexer", "attention residuals", "hyper connections")
 EXCHANGE_TERMS = (
     *("weight_exchange", "gradient_sum", "tensor_exchange", "expert_exchange", "context_exchange", "pipe_exchange"),
 )
 # Newton-Schulz iterations of Muon.
 _MATRIX_PRODUCT_SHARE = 0.6
 _PER_HEAD = ("query", "key", "value", "query_up", "key_up", "value_up", "query_key_value")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What fits replace: shares of the peak, and how much of an exchange hides."""
-
-    shares: Mapping[str, float] = field(default_factory=lambda: PEER_SHARES)
-    overlap: float = 0.0
-    """Share of the computing time under which gathers of weights and scatters of gradients hide. XLA hides none unless
-    it is asked to (JAX_OPTIMIZATION_LEVEL=O1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,33 +84,23 @@ class StepClock:
     def __init__(self, config: RunConfig, cluster: Cluster, *, tuning: Tuning = FULL, rates: Rates | None = None):
         """`config` gives model, data and optimizer; its mesh, micro-batches and remat may be replaced in `step`."""
         self.cluster, self.tuning, self.rates = cluster, tuning, rates or Rates()
-        model, row_tokens = config.model, config.data.row_tokens
+        self.computing = ComputeClock(config, cluster, tuning, self.rates)
         self._arrays: dict[str, list[ParameterArray]] = {}
-        self.forward = forward_flops(model, row_tokens)
-        self.training = training_flops(model, row_tokens, tuning)
-        if tuning.kind == "lora":
-            self.forward["adapters"] = adapter_forward_flops(model, tuning)
-        self.vision_forward = vision_forward_flops(model, config.data.image_max_patches)
-        self.vision_training = vision_training_flops(model, config.data.image_max_patches, tuning)
-        self.repeated = repeated_shares(model)
         self._once: dict[tuple[object, ...], float] = {}
         self._imbalances: dict[tuple[int, int, str], float] = {}
-        indexer = model.full_attention.indexer
-        is_sparse = model.full_attention_kind == "latent" and indexer.stage == "sparse"
-        self.selects = is_sparse and row_tokens > indexer.top_k
 
     def step(self, config: RunConfig, held: Sequence[Shard] | None = None) -> StepTime:
         """Seconds of one step of `config` (all rows, all micro-batches). `held`: its shards, if they are at hand.
 
-        forward    sum over parts of FLOPs a device / (share of the peak * peak), experts at least their bytes / memory
-        backward   the same with the FLOPs of training less those of forward
-        recompute  forward of decoder layers (remat; once more in a pipeline) and of the tower, where trained through
+        forward, backward, recompute    sums over parts: `ComputeClock.parts`
         bubble     ticks of the schedule (`schedules`), as long as the slowest stage's operation, less the work itself
         exchanges  see the methods below
         """
         mesh = config.mesh
         held = shards(self.arrays_of(config), mesh) if held is None else held
-        forward, backward, recompute = self._compute_seconds(config, held)
+        parts = self.computing.parts(config, held).values()
+        forward, backward = sum(part.forward for part in parts), sum(part.backward for part in parts)
+        recompute = sum(part.recompute for part in parts)
         nothing = dict.fromkeys(EXCHANGE_TERMS, 0.0)
         time = StepTime(
             forward=forward,
@@ -162,15 +115,34 @@ class StepClock:
     def exchange_terms(self, config: RunConfig, time: StepTime, held: Sequence[Shard]) -> dict[str, float]:
         """Seconds of each exchange of a step whose computing takes as long as `time` says."""
         gathers = config.training.accumulation * self._of_mesh(self._weight_exchange_seconds, config, held)
-        hiding = self.rates.overlap * (time.forward + time.backward + time.recompute)
-        return {
-            "weight_exchange": max(0.0, gathers - hiding),
+        factor, hiding = self.rates.exchange, self.rates.overlap * (time.forward + time.backward + time.recompute)
+        seconds = {
+            "weight_exchange": max(0.0, gathers - hiding / factor),
             "gradient_sum": self._of_mesh(self._gradient_sum_seconds, config, held),
             "tensor_exchange": self._tensor_exchange_seconds(config),
             "expert_exchange": self.expert_exchange_seconds(config),
             "context_exchange": self._context_exchange_seconds(config),
             "pipe_exchange": self.pipe_exchange_seconds(config, time.forward, time.backward + time.recompute),
         }
+        return {term: factor * value for term, value in seconds.items()}
+
+    def exchanged_bytes(self, config: RunConfig, time: StepTime) -> dict[tuple[str, ...], float]:
+        """Bytes that a device exchanges over each group of mesh axes in a step that takes `time`: seconds of the
+        exchanges there, times the rate of the links that the group crosses."""
+        held = shards(self.arrays_of(config), config.mesh)
+        seconds: dict[tuple[str, ...], float] = defaultdict(float)
+        for over, value in (
+            ((axes.TENSOR,), time.tensor_exchange),
+            (tuple(axes.MESH_AXES_OF_EXPERTS[config.model.moe.expert_axes]), time.expert_exchange),
+            ((axes.CONTEXT,), time.context_exchange),
+            ((axes.PIPE,), time.pipe_exchange),
+            *self._weight_exchange_by_axes(config, held).items(),
+            *self._gradient_sum_by_axes(config, held).items(),
+        ):
+            seconds[over] += value
+        groups = {over: mesh_group(config.mesh, over, self.cluster) for over in seconds}
+        links = {over: group.between if group.crosses_nodes else group.inside for over, group in groups.items()}
+        return {over: value * links[over].bandwidth for over, value in seconds.items() if value}
 
     def _of_mesh(
         self, seconds: Callable[[RunConfig, Sequence[Shard]], float], config: RunConfig, held: Sequence[Shard]
@@ -221,52 +193,14 @@ class StepClock:
 
     def step_flops(self, config: RunConfig) -> float:
         """FLOPs of MFU of a step whose rows and patches are all real: no recomputation, nothing done twice."""
-        data = config.data
-        text = sum(self.training.values()) * data.rows * data.row_tokens
-        return text + self.vision_training * data.rows * data.row_patches
-
-    def _compute_seconds(self, config: RunConfig, held: Sequence[Shard]) -> tuple[float, float, float]:
-        mesh, model, peak = config.mesh, config.model, self.cluster.gpu.flops_per_second
-        positions = config.data.rows * config.data.row_tokens / (mesh.num_row_shards * mesh.context * mesh.pipe)
-        patches = config.data.rows * config.data.row_patches / (mesh.num_row_shards * mesh.pipe)
-        forward = backward = layers = 0.0
-        for part, flops in self.forward.items():
-            if not flops:
-                continue
-            repeated = self.repeated.get(part, 0.0)
-            share = repeated + (1 - repeated) / mesh.tensor
-            seconds_per_flop = positions * share / (peak * self._rate(part))
-            part_forward = flops * seconds_per_flop
-            part_backward = (self.training[part] - flops) * seconds_per_flop
-            if part == "routed experts":
-                floor = config.training.accumulation * self._of_mesh(self._expert_weight_seconds, config, held)
-                part_backward = max(part_backward, 2 * floor if self.tuning.kind == "full" else floor)
-                part_forward = max(part_forward, floor)
-            forward, backward = forward + part_forward, backward + part_backward
-            layers += part_forward if part != "head" else 0.0
-        # The tower runs whole on every device of the tensor and context axes.
-        tower = patches * self.vision_forward / (peak * self._rate("vision"))
-        tower_backward = patches * (self.vision_training - self.vision_forward) / (peak * self._rate("vision"))
-        # A pipeline's stage runs once more from its input before its backward pass.
-        repeats = (model.remat == "layer") + (mesh.pipe > 1)
-        recompute = layers * repeats + (tower if tower_backward else 0.0)
-        return forward + tower, backward + tower_backward, recompute
-
-    def _rate(self, part: str) -> float:
-        name = "selected attention scores" if part == "full attention scores" and self.selects else part
-        return self.rates.shares[name]
-
-    def _expert_weight_seconds(self, config: RunConfig, held: Sequence[Shard]) -> float:
-        """Reading this device's gathered experts, packed if they are, once from memory, as each micro-batch does."""
-        item = ITEM_BYTES[config.model.compute_dtype]
-        num_bytes = sum(
-            shard.used_entries * (PACKED_BYTES if shard.array.is_packed else item)
-            for shard in held
-            if shard.array.part == "routed experts"
-        )
-        return num_bytes / self.cluster.gpu.memory_bandwidth
+        data, computing = config.data, self.computing
+        text = sum(computing.training.values()) * data.rows * data.row_tokens
+        return text + computing.vision_training * data.rows * data.row_patches
 
     def _weight_exchange_seconds(self, config: RunConfig, held: Sequence[Shard]) -> float:
+        return sum(self._weight_exchange_by_axes(config, held).values())
+
+    def _weight_exchange_by_axes(self, config: RunConfig, held: Sequence[Shard]) -> dict[tuple[str, ...], float]:
         """All gathers of weights at use (again in the backward pass under remat), and scatters of gradients.
 
         Of one micro-batch; weights in the compute dtype (packed experts packed), gradients in the dtype at rest.
@@ -285,14 +219,17 @@ class StepClock:
             scattered = ITEM_BYTES[array.dtype] if array.is_trained else 0
             num_bytes[over] += (gathered + scattered) * shard.used_entries
             num_exchanges[over] += (1 + is_again + array.is_trained) * shard.num_layers
-        seconds = 0.0
+        seconds = {}
         for over, total in num_bytes.items():
             group = mesh_group(mesh, over, self.cluster)
             latency = ring_latency_seconds(group)
-            seconds += all_gather_seconds(total, group) + (num_exchanges[over] - 1) * latency
+            seconds[over] = all_gather_seconds(total, group) + (num_exchanges[over] - 1) * latency
         return seconds
 
     def _gradient_sum_seconds(self, config: RunConfig, held: Sequence[Shard]) -> float:
+        return sum(self._gradient_sum_by_axes(config, held).values())
+
+    def _gradient_sum_by_axes(self, config: RunConfig, held: Sequence[Shard]) -> dict[tuple[str, ...], float]:
         """One all-reduce for each set of data axes that trained arrays are not split over, of all their gradients."""
         mesh = config.mesh
         num_bytes: dict[tuple[str, ...], float] = defaultdict(float)
@@ -300,7 +237,9 @@ class StepClock:
             if shard.array.is_trained:
                 unsplit = tuple(axis for axis in axes.DATA_AXES if axis not in shard.split_over)
                 num_bytes[unsplit] += shard.rest_entries * ITEM_BYTES[shard.array.dtype]
-        return sum(all_reduce_seconds(total, mesh_group(mesh, over, self.cluster)) for over, total in num_bytes.items())
+        return {
+            over: all_reduce_seconds(total, mesh_group(mesh, over, self.cluster)) for over, total in num_bytes.items()
+        }
 
     def _tensor_exchange_seconds(self, config: RunConfig) -> float:
         """Sums of row-parallel products: of the mixer and of the dense or shared MLP t D c, of routed experts t R w.
@@ -326,6 +265,7 @@ class StepClock:
         """Dispatch and combine of every expert layer: forward, again under remat, backward.
 
         all_to_all   n * capacity rows there and back, filled or not
+        by_node      t rows to each other node once, from there n * capacity rows to its devices, there and back
         ragged       t A rows there and back
         ring         t rows in n - 1 steps, and the sums of their results, at least float32, in n
 
@@ -342,6 +282,14 @@ class StepClock:
             link = group.between if group.crosses_nodes else group.inside
             steps = (num_devices - 1, flight.compute), (num_devices, flight.wide)
             seconds = sum(count * send_seconds(flight.tokens * width * item, link) for count, item in steps)
+        elif moe.transport == "by_node" and (local := math.gcd(moe.node_devices, num_devices)) > 1:
+            hops = num_devices // local
+            # Where the devices stand otherwise, neighbours are joined by the network.
+            inside = group.inside if group.devices_per_node % local == 0 else group.between
+            node = Group(num_devices=local, devices_per_node=local, inside=inside, between=group.between)
+            shared = all_to_all_seconds(flight.exchanged_rows() / hops * width * flight.compute, node)
+            across = send_seconds(flight.tokens * width * flight.compute, group.between)
+            seconds = 2 * ((hops - 1) * across + hops * shared)
         else:
             seconds = 2 * all_to_all_seconds(flight.exchanged_rows() * width * flight.compute, group)
         return config.training.accumulation * self._passes(config) * num_layers * seconds
@@ -411,26 +359,7 @@ class StepClock:
         return num_bytes / gpu.memory_bandwidth + flops / (_MATRIX_PRODUCT_SHARE * gpu.flops_per_second)
 
     def _passes(self, config: RunConfig) -> int:
-        return 2 + (config.model.remat == "layer") + (config.mesh.pipe > 1)
-
-
-def repeated_shares(model: ModelConfig) -> dict[str, float]:
-    """Share of each part's FLOPs that every device of the tensor axis repeats: narrow projections, routers, indexer."""
-    linear, full, width = model.linear_attention, model.full_attention, model.width
-    flops = forward_flops(model, 1)
-    kinds = layer_kinds(model)
-    num_linear = sum(mixer == "linear" for mixer, _ in kinds)
-    narrow_linear = linear.decay_rank + (linear.output_gate_rank if linear.output_gate == "low_rank" else 0)
-    if model.linear_attention_kind == "gated_delta_net":
-        narrow_linear = 0
-    is_latent = model.full_attention_kind == "latent"
-    narrow_full = full.query_rank + full.latent_width + full.shared_key_width if is_latent else 0
-    narrow = {
-        "linear attention projections": num_linear * 2 * width * narrow_linear,
-        "full attention projections": (len(kinds) - num_linear) * 2 * width * narrow_full,
-    }
-    whole = dict.fromkeys(_WHOLE_ON_EACH_DEVICE, 1.0)
-    return whole | {part: value / flops[part] for part, value in narrow.items() if flops[part]}
+        return 2 + (config.model.remat == "layer") + (config.mesh.pipe > 1 and not keeps_layers(config.model))
 
 
 def _newton_schulz_flops(array: ParameterArray, config: RunConfig) -> float:

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmjax import axes
 from mmjax.config import MeshConfig, RunConfig
+from mmjax.planner.collectives import mesh_group
 from mmjax.planner.memory import DeviceBytes, InFlight, bytes_of_shards, kept_weight_bytes, num_expert_devices
 from mmjax.planner.parameters import Shard
 from mmjax.planner.remat import KeptResult, choose_results, kept_results
@@ -93,13 +95,17 @@ class Ways:
     def with_transport(self, config: RunConfig) -> RunConfig:
         """The transport of experts' rows that takes less time. A ragged one runs on few machines: it is never chosen.
 
-        A ring's permutations wait for all stages of a pipeline: there it is refused.
+        Permutations, of a ring or from node to node, wait for all stages of a pipeline: there they are not taken.
         """
         if num_expert_devices(config) == 1 or config.mesh.pipe > 1 or config.model.moe.transport == "ragged":
             return config
         choices = []
-        for transport in ("all_to_all", "ring"):
-            moe = dataclasses.replace(config.model.moe, transport=transport, exchange_chunks=1)
+        group = mesh_group(config.mesh, axes.MESH_AXES_OF_EXPERTS[config.model.moe.expert_axes], self.cluster)
+        by_node = ("by_node",) if group.crosses_nodes and group.devices_per_node > 1 else ()
+        for transport in ("all_to_all", *by_node, "ring"):
+            moe = dataclasses.replace(
+                config.model.moe, transport=transport, exchange_chunks=1, node_devices=group.devices_per_node
+            )
             choice = dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
             choices.append((self.clock.expert_exchange_seconds(choice), choice))
         fastest = min(choices, key=lambda choice: choice[0])[1]
@@ -163,6 +169,7 @@ class Ways:
             kept_then = flight.kept_inputs_of(cost_of(scheduling, pipe, number), scheduling.edges)
             bubble = self.clock.bubble_seconds_of(plain.config, scheduling, forward, backward)
             exchange = self.clock.pipe_exchange_seconds_of(plain.config, scheduling, forward, backward)
+            exchange *= self.clock.rates.exchange
             saved = plain.memory.saved_activations - kept + kept_then
             yield Way(
                 config=plain.config,

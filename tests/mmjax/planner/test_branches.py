@@ -15,9 +15,9 @@ from mmjax.config import (
 )
 from mmjax.errors import ConfigurationError
 from mmjax.planner.branches import BranchPlanner, Mix
+from mmjax.planner.compute_time import PEER_SHARES, Rates
 from mmjax.planner.cost import golden_cost, vision_training_flops
 from mmjax.planner.hardware import Cluster, Gpu, Link
-from mmjax.planner.step_time import PEER_SHARES, Rates
 from mmjax.presets.whisper import whisper_base
 
 GPU = Gpu(

@@ -4,16 +4,19 @@ import dataclasses
 import math
 import time
 
+import numpy as np
 import pytest
 
 from mmjax.config import DataConfig, OptimizerConfig, RunConfig, check
 from mmjax.planner.adapters import Tuning
+from mmjax.planner.device_order import order_seconds
 from mmjax.planner.memory import device_bytes
-from mmjax.planner.search import check_without_mesh, describe_kept, factorisations, fits, remedies, search
+from mmjax.planner.search import check_without_mesh, describe_kept, factorisations, fits, remedies, search, with_links
 from mmjax.planner.step_time import StepClock
 from mmjax.planner.topology import read_cluster
 from mmjax.presets.kimi_k3 import kimi_k31
 from mmjax.presets.kimi_linear import kimi_linear_48b
+from mmjax.presets.llama import smollm2_135m
 
 DATA = DataConfig(
     source="a.jsonl", tokenizer="tokenizer.json", rows=128, row_tokens=8192, row_patches=4096, image_max_patches=4096
@@ -103,6 +106,26 @@ def test_large_searches_end_in_half_a_minute(cluster, rows, tuning):
     )
     assert search(config, read_cluster(cluster), tuning=tuning).plans
     assert time.process_time() - started < 30
+
+
+def test_uneven_links_put_devices_in_another_order():
+    data = dataclasses.replace(DATA, rows=8, row_tokens=512, row_patches=4, image_max_patches=4)
+    config, cluster = RunConfig(model=smollm2_135m(), data=data), read_cluster("4xh200")
+    result, clock = search(config, cluster), StepClock(config, cluster)
+    even, uneven = np.full((4, 4), 1e11), np.full((4, 4), 1e9)
+    # 0 and 2, 1 and 3 are joined by fast links.
+    for one, other in ((0, 2), (2, 0), (1, 3), (3, 1)):
+        uneven[one, other] = 1e11
+    ordered = with_links(result, clock, uneven).plans
+    assert any(plan.config.mesh.device_order for plan in ordered)
+    assert [plan.time for plan in ordered] == [plan.time for plan in result.plans]
+    for plan in ordered:
+        if order := plan.config.mesh.device_order:
+            orders = np.array([range(4), order])
+            exchanged = clock.exchanged_bytes(plan.config, plan.time)
+            own, chosen = order_seconds(plan.config.mesh, orders, uneven, exchanged)
+            assert chosen < own
+    assert not any(plan.config.mesh.device_order for plan in with_links(result, clock, even).plans)
 
 
 def test_faults_that_no_mesh_mends_are_found():
