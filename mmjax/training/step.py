@@ -24,7 +24,7 @@ from mmjax.data.batch import Batch
 from mmjax.models.layers import at_least_float32, initial_arrays
 from mmjax.models.layout import Relayout, without_pipeline
 from mmjax.models.moe import RouterStatistics
-from mmjax.models.multimodal import Arrays, ModelDefinition, begins
+from mmjax.models.multimodal import Arrays, ModelDefinition
 from mmjax.parallel.context import split_positions
 from mmjax.parallel.expert import check_transport
 from mmjax.parallel.fsdp import make_varying, varying_like
@@ -226,7 +226,15 @@ def make_train_step(config: RunConfig, mesh: Mesh):
         return update(state, *value_and_gradient(state.parameters, state.router_biases, batch, state.frozen))
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())))
+    options: dict[str, Any] = {}
+    if config.training.exchanges_at_once > 1 and mesh.devices.flat[0].platform != "cpu":
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = config.training.exchanges_at_once
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+        compiler_options=options,
+    )
 
 
 def make_update(config: RunConfig):
@@ -246,17 +254,11 @@ def make_update(config: RunConfig):
         # optax mixes its counters with floats, which the strict promotion of our own code refuses.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
+        # A frozen router keeps its correction bias; one that is trained needs it to stay balanced.
+        moving = {path: bias for path, bias in state.router_biases.items() if router_of(path) in state.parameters}
         changed = (
             optax.apply_updates(state.parameters, updates),
-            # A frozen router keeps its correction bias.
-            state.router_biases
-            if config.lora.rank
-            else {
-                path: moved if not config.trained or begins(path, config.trained) else state.router_biases[path]
-                for path, moved in update_routers(
-                    config.model, state.router_biases, report.routers, counts["real_tokens"]
-                ).items()
-            },
+            state.router_biases | update_routers(config.model, moving, report.routers, counts["real_tokens"]),
             optimizer_state,
         )
         kept = (state.parameters, state.router_biases, state.optimizer)
@@ -374,6 +376,11 @@ def update_routers(
         )
         for path, bias in router_biases.items()
     }
+
+
+def router_of(bias_path: str) -> str:
+    """Path of the weights of the router that has this correction bias."""
+    return f"{bias_path.rsplit('.', 1)[0]}.router"
 
 
 def mean_rounds(config: RunConfig, routers: dict[str, RouterStatistics]) -> jax.Array:

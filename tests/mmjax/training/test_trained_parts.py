@@ -69,6 +69,20 @@ def test_only_the_named_parts_move_with_the_gradients_that_the_whole_model_gives
         np.testing.assert_array_equal(array, biases[path], err_msg=path)
 
 
+@pytest.mark.parametrize(("trained", "moves"), [("*.router", True), ("*.mlp.down", False)])
+def test_a_correction_bias_moves_with_the_weights_of_its_router_and_with_nothing_else(monkeypatch, trained, moves):
+    monkeypatch.setattr(digits, "EPOCH_SAMPLES", 32)
+    config = dataclasses.replace(CONFIG, trained=(trained,))
+    mesh = make_mesh(config.mesh)
+    batch = place_batch(Loader(config.data, config.model.vision, 0, model=config.model).batch(0), mesh)
+    state = init_state(config, mesh)
+    before = jax.device_get(state.router_biases)
+    after, metrics = make_train_step(config, mesh)(state, batch)
+    assert metrics["is_finite"] and before
+    for path, bias in jax.device_get(after.router_biases).items():
+        assert bool(np.any(bias != before[path])) == moves, path
+
+
 def test_a_name_of_no_part_and_parts_beside_adapters_are_refused():
     with pytest.raises(ConfigurationError, match=r"'projecter'.*decoder\.head.*projector"):
         define(CONFIG.model, ("projecter",))
