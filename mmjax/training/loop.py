@@ -2,11 +2,9 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -19,7 +17,7 @@ from mmjax.checkpoint.weights import RELEASED
 from mmjax.config import RunConfig, saved
 from mmjax.data.batch import Batch
 from mmjax.data.evaluation import majority_baseline
-from mmjax.data.loader import Loader, check_fingerprint
+from mmjax.data.loader import INDEX_FOLDER, Loader, check_fingerprint, patch_sizes
 from mmjax.data.microbatch import BufferPool, DeviceFeed
 from mmjax.data.sources.open_source import has_held_out
 from mmjax.errors import EXIT_INTERRUPTED, ConfigurationError, DataError, writing
@@ -30,7 +28,9 @@ from mmjax.parallel.processes import check_same, is_stop_agreed, wait_for_all
 from mmjax.parallel.sharding import spec
 from mmjax.resilience.gradient_guard import GradientGuard
 from mmjax.resilience.interruption import Interruption
+from mmjax.resilience.run_folder import sole_user
 from mmjax.training import dry_run
+from mmjax.training.compiled_step import abstract_batch
 from mmjax.training.evaluation import EvaluationResult, Evaluator
 from mmjax.training.step import (
     TrainState,
@@ -61,7 +61,7 @@ def run(config: RunConfig, mesh: Mesh, *, is_evaluation_only: bool = False) -> i
         jax.config.update("jax_compilation_cache_dir", config.training.compilation_cache)
     run_dir = Path(config.run_dir)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(sole_user(run_dir))
+        stack.enter_context(sole_user(run_dir, settled=(saved.FILE_NAME, INDEX_FOLDER)))
         if jax.process_index() == 0:
             print(f"settings saved to {saved.save(config)}")
         interruption = stack.enter_context(Interruption(handles_sigterm=jax.process_count() == 1))
@@ -103,7 +103,7 @@ def run(config: RunConfig, mesh: Mesh, *, is_evaluation_only: bool = False) -> i
             batches = feed(loader, progress.steps, mesh, config.data.rows)
             batch = recorder.time_data(lambda: next(batches))
             step_program = StepPrograms(config, mesh, recorder)
-            step_program.prepare(state, batch)
+            step_program.warm_up(state)
         recorder.restart_clock()
         is_stopping = False
         while progress.steps < num_steps and not is_stopping and data_failure is None:
@@ -149,30 +149,6 @@ def run(config: RunConfig, mesh: Mesh, *, is_evaluation_only: bool = False) -> i
             rows["answers"] = str(run_dir / SHEET)
         monitor.table("finished", rows)
     return 0
-
-
-@contextlib.contextmanager
-def sole_user(run_dir: Path) -> Iterator[None]:
-    """While entered, no other process of this machine trains in `run_dir`: two would remove each other's files."""
-    if jax.process_index() != 0:
-        yield
-        return
-    with writing(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        folder = os.open(run_dir, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigurationError(
-                str(run_dir),
-                found="another process that trains in this folder",
-                expected="no other one",
-                remedy="wait for it or stop it, or give another --run-dir",
-            ) from error
-        yield
-    finally:
-        os.close(folder)
 
 
 def check_vocabulary(config: RunConfig, loader: Loader) -> None:
@@ -266,15 +242,21 @@ class CompilationCounter:
     """While entered, counts how often JAX compiles the jitted function of this name."""
 
     def __init__(self, function_name: str):
-        self.count = 0
+        self.count = self.num_cached = 0
+        """`num_cached`: programs of any function that came from the persistent compilation cache."""
         self._name = f"jit({function_name})"
 
     def __enter__(self) -> "CompilationCounter":
         jax.monitoring.register_event_duration_secs_listener(self._listen)
+        jax.monitoring.register_event_listener(self._listen_to_cache)
         return self
 
     def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
+        jax.monitoring.unregister_event_listener(self._listen_to_cache)
+
+    def _listen_to_cache(self, event: str, **_: str | int) -> None:
+        self.num_cached += event == "/jax/compilation_cache/cache_hits"
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         self.count += event.endswith("/backend_compile_duration") and kwargs.get("fun_name") == self._name
@@ -313,6 +295,11 @@ class Recorder:
 
     def say(self, text: str) -> None:
         self._monitor.say(text)
+
+    @property
+    def num_cached(self) -> int:
+        """Programs that came from the persistent compilation cache so far."""
+        return self._compilations.num_cached
 
     def put(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Take the metrics of a step just dispatched; record those of the one before."""
@@ -376,8 +363,18 @@ class StepPrograms:
         self._config, self._mesh, self._recorder = config, mesh, recorder
         self._programs: dict[tuple, Callable] = {}
 
+    def warm_up(self, state: TrainState) -> None:
+        """Compile for every size that batches may have before the first step."""
+        begun, cached = time.perf_counter(), self._recorder.num_cached
+        for row_patches in patch_sizes(self._config.data):
+            self.prepare(state, abstract_batch(self._config, self._mesh, row_patches))
+        number, cached = len(self._programs), self._recorder.num_cached - cached
+        shapes = f"{number} shapes of a batch" if number > 1 else "the shape of a batch"
+        seconds = time.perf_counter() - begun
+        self._recorder.say(f"warm-up: compiled for {shapes} in {seconds:.1f} s, {cached} from the compilation cache")
+
     def prepare(self, state: TrainState, batch: Batch) -> Callable:
-        """The program for such a batch, compiled when the first one comes."""
+        """The program for batches of such shapes, compiled if they are new."""
         shapes = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
         if shapes not in self._programs:
             self._programs[shapes] = compile_step(self._config, self._mesh, state, batch, self._recorder)
