@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
-from pallas_kernels.moe.copying import await_copies, end_group, fetch_tokens, gather_rows
-from pallas_kernels.moe.tiles import BLOCK, Counter, Gathering, Shape, Tickets, drain, registers
+from pallas_kernels.moe.copying import Arrivals, await_copies, end_group, fetch_tokens, gather_rows
+from pallas_kernels.moe.tiles import BLOCK, Counter, Shape, Tickets, drain, registers
 
 
 def contract_rows(
@@ -40,8 +40,9 @@ def contract_rows(
     num_tall, num_wide = pl.cdiv(height, warpgroups * BLOCK), pl.cdiv(columns, part)
     workers = launcher.num_multiprocessors()
     total = num_experts * num_tall * num_wide
-    # None is written while a thread may still read it: threads wait for each other at every step.
-    token_stages = stages
+    # Tokens of so many steps are on their way before their rows are. Threads wait for each other at every step, so none
+    # is written while one may still read it.
+    ahead = stages - 1
     num_registers = registers(computes=token is not None)
 
     def body(
@@ -66,33 +67,35 @@ def contract_rows(
             expert, within = index // (num_tall * num_wide), lax.rem(index, num_tall * num_wide)
             return expert, first_gmem[expert], count_gmem[expert], within // num_wide, lax.rem(within, num_wide)
 
-        tickets = Tickets(counters.at[counter.place], last, **scratch)
+        tickets = Tickets(counters.at[counter.place], last, 5, **scratch)
+        arrivals = Arrivals(tickets.words.at[2], stages) if token is not None else None
         for_each_tile = functools.partial(tickets.for_each_tile, workers, total, describe)
 
         @pl.when(warpgroup == warpgroups)
         def _():
             plgpu.set_max_registers(num_registers[0], action="decrease")
-            gathering = Gathering(filled, stages)
+            if arrivals is not None:
+                arrivals.prepare()
 
             def fetch(first, count, k, token_smem: Any = token_smem):
                 """Start copying the tokens of step `k`, if there is one."""
 
                 @pl.when(k < count)
                 def _():
-                    place = lax.rem(jnp.int32(k), token_stages)
-                    fetch_tokens(token_gmem, (first + k) * BLOCK, token_smem.at[place])
+                    fetch_tokens(token_gmem, (first + k) * BLOCK, token_smem.at[lax.rem(jnp.int32(k), stages)])
 
             def fetch_first(first, count):
-                for k in range(gathering.lag + 1):
+                await_copies(ahead - 1)
+                for k in range(ahead):
                     fetch(first, count, k)
                 end_group()
                 await_copies(0)
-                plgpu.commit_smem()
 
             def copy(array, row, column, target, slot, k, is_gathered, token_smem: Any = token_smem):
                 if is_gathered:
-                    own = token_smem.at[lax.rem(k, token_stages)]
+                    own = token_smem.at[lax.rem(k, stages)]
                     gather_rows(array, own, jnp.int32(0), BLOCK, column, target, is_fetched=True)
+                    plgpu.barrier_arrive(filled.at[slot])
                 else:
                     source = array.at[pl.ds(row, BLOCK), pl.ds(column, target.shape[1])]
                     plgpu.copy_gmem_to_smem(source, target, filled.at[slot])
@@ -106,22 +109,21 @@ def contract_rows(
                         plgpu.barrier_wait(emptied.at[slot])
 
                     if token is not None:
-                        # Seen with this step's rows, before they are needed.
-                        fetch(first, count, k + gathering.lag + 1)
+                        # This step's tokens came with the copies of `ahead` steps ago.
+                        await_copies(ahead - 1)
+                        fetch(first, count, k + ahead)
 
                     row, down = (first + k) * BLOCK, tall * (warpgroups * BLOCK)
                     copy(lhs_gmem, row, down, lhs_smem.at[slot], slot, k, gathers == "lhs")
                     for number, array in enumerate(rhs_gmem):
                         copy(array, row, wide * part, rhs_smem.at[slot, number], slot, k, gathers == "rhs")
-                    if token is not None:
-                        gathering.show_oldest(k, steps + k)
+                    if arrivals is not None:
+                        arrivals.arrive(slot)
                     return ()
 
                 if token is not None:
                     fetch_first(first, count)
                 lax.fori_loop(0, count, step, ())
-                if token is not None:
-                    gathering.show_rest(count, steps + count)
                 return steps + count
 
             drain(for_each_tile(load, is_copying=True), emptied, stages)
@@ -135,6 +137,8 @@ def contract_rows(
                     def step(k, _):
                         slot = lax.rem(steps + k, stages)
                         plgpu.barrier_wait(filled.at[slot])
+                        if arrivals is not None:
+                            arrivals.wait(steps + k)
                         own = lhs_smem.at[slot, :, pl.ds(warpgroup * BLOCK, BLOCK)].transpose((1, 0))
                         for number, accumulator in enumerate(accumulators):
                             plgpu.wgmma(accumulator, own, rhs_smem.at[slot, number])
@@ -181,8 +185,8 @@ def contract_rows(
             out_smem=launcher.swizzled((warpgroups, 2, BLOCK, BLOCK), dtype),
             filled=plgpu.Barrier(num_arrivals=1 + num_parts, num_barriers=stages),
             emptied=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            **({} if token is None else {"tokens": plgpu.SMEM((token_stages, BLOCK), jnp.int32)}),
-            **Tickets.scratch(warpgroups, 5),
+            **({} if token is None else {"tokens": plgpu.SMEM((stages, BLOCK), jnp.int32)}),
+            **Tickets.scratch(warpgroups),
         ),
         grid=(workers,),
         grid_names=("worker",),

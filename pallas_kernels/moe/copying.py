@@ -124,10 +124,54 @@ def fetch_tokens(token: Any, first: jax.Array, target: Any) -> None:
     _run("\n".join(lines), "l,r,r", ((token, ()), (target, ())), (first,))
 
 
+class Arrivals:
+    """Barriers of a ring of buffers at which a warpgroup's gathers arrive by themselves when their rows are there.
+
+    Pallas has no name for such an arrival, so these are barriers of PTX in plain shared memory: `barriers` has 8 bytes
+    for each of `stages`. In a simulation, whose gathers end before they return, there is nothing to wait for.
+    """
+
+    def __init__(self, barriers: Any, stages: int):
+        self.barriers, self.stages = barriers, stages
+
+    def prepare(self) -> None:
+        """Run once by the warpgroup that copies, before the others wait for anything that it tells them."""
+        if not launcher.is_simulated():
+            lines = ["{ .reg .b32 thread; .reg .pred is_first;", _THREAD, "setp.eq.u32 is_first, thread, 0;"]
+            lines += [f"@is_first mbarrier.init.shared::cta.b64 [$0 + {8 * slot}], 128;" for slot in range(self.stages)]
+            _run("\n".join([*lines, "}"]), "r", ((self.barriers, ()),))
+        plgpu.commit_smem()
+
+    def arrive(self, slot: jax.Array) -> None:
+        """Arrive at this buffer's barrier once all copies that this thread has begun are done."""
+        if not launcher.is_simulated():
+            lines = "{ .reg .b32 place; mad.lo.u32 place, $1, 8, $0;"
+            lines += " cp.async.mbarrier.arrive.noinc.shared::cta.b64 [place]; }"
+            _run(lines, "r,r", ((self.barriers, ()),), (slot,))
+
+    def wait(self, step: jax.Array) -> None:
+        """Wait, as a warpgroup that multiplies, for the rows of `step`.
+
+        Tensor cores then see them: copies of this kind need no fence. One here and one at each step of the copying
+        warpgroup, which wait for all that is under way, took twice the time of a step.
+        """
+        if not launcher.is_simulated():
+            lines = [
+                "{ .reg .b32 place; .reg .pred is_done; mad.lo.u32 place, $1, 8, $0;",
+                "wait_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 is_done, [place], $2;",
+                "@!is_done bra wait_${:uid}; }",
+            ]
+            slot, turn = lax.rem(step, self.stages), lax.rem(lax.div(step, self.stages), 2)
+            _run("\n".join(lines), "r,r,r", ((self.barriers, ()),), (slot, turn))
+
+
 def await_copies(num_newest: int) -> None:
-    """Wait for all but this thread's newest groups of copies. `plgpu.commit_smem` then shows them to all."""
+    """Wait for all but the newest groups of copies of each thread of the copying warpgroup, which then all see them.
+
+    `plgpu.commit_smem` would wait for the newest ones too.
+    """
     if not launcher.is_simulated():
-        _run(f"cp.async.wait_group {num_newest};", "")
+        _run(f"cp.async.wait_group {num_newest}; bar.sync 15, 128;", "")
 
 
 def end_group() -> None:

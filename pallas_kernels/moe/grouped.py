@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
-from pallas_kernels.moe.copying import UNIT, Packed, gather_rows, unpack
-from pallas_kernels.moe.tiles import BLOCK, Counter, Gathering, Shape, Tickets, Tile, Tiles, drain, registers
+from pallas_kernels.moe.copying import UNIT, Arrivals, Packed, gather_rows, unpack
+from pallas_kernels.moe.tiles import BLOCK, Counter, Shape, Tickets, Tile, Tiles, drain, registers
 
 PACKED_STAGES = 4
 """Depth of the ring of packed weights."""
@@ -65,7 +65,8 @@ def multiply(
 
         codes_smem, scales_smem, is_copied = (scratch.pop(name, None) for name in ("codes", "scales", "is_copied"))
         counters, last = take(2)
-        tickets = Tickets(counters.at[counter.place], last, **scratch)
+        tickets = Tickets(counters.at[counter.place], last, 4, **scratch)
+        arrivals = Arrivals(tickets.words.at[2], stages) if token is not None else None
         tiles_gmem = Tiles(*take(len(tiles)))
         token_gmem, lhs_gmem = take(token is not None), take(len(lhs))
         rhs_gmem = [[Packed(*take(2)) if packed else take(1)[0] for _ in range(num_parts)] for packed in is_packed]
@@ -88,7 +89,8 @@ def multiply(
         @pl.when(warpgroup == warpgroups)
         def _():
             plgpu.set_max_registers(num_registers[0], action="decrease")
-            gathering = Gathering(filled, stages)
+            if arrivals is not None:
+                arrivals.prepare()
 
             def copy_rows(source, block, height, column, slot):
                 for blocks in range(1, warpgroups + 1):
@@ -125,19 +127,21 @@ def multiply(
                         plgpu.copy_gmem_to_smem(source, scales_smem.at[slot, number], is_copied.at[slot])
 
                 for term, count in enumerate(num_steps):
-                    weights, is_gathered = rhs_gmem[term], term == 0 and token is not None
-                    begin = steps
+                    weights, begin = rhs_gmem[term], steps
                     if is_packed[term]:
                         for ahead in range(min(PACKED_STAGES, count)):
                             copy_packed(weights, jnp.int32(ahead), lax.rem(begin + ahead, PACKED_STAGES))
 
-                    def step(k, steps, term=term, count=count, weights=weights, is_gathered=is_gathered, begin=begin):
+                    def step(k, steps, term=term, count=count, weights=weights, begin=begin):
                         slot = acquire(steps)
-                        if is_gathered:
+                        if term == 0 and token is not None:
                             first, num_rows = block * BLOCK, height * BLOCK
                             gather_rows(lhs_gmem[0], token_gmem[0], first, num_rows, k * BLOCK, lhs_smem.at[slot])
+                            plgpu.barrier_arrive(filled.at[slot])
                         else:
                             copy_rows(lhs_gmem[term], block, height, k * BLOCK, slot)
+                        if arrivals is not None:
+                            arrivals.arrive(slot)
                         if is_packed[term]:
                             own = lax.rem(steps, PACKED_STAGES)
                             plgpu.barrier_wait(is_copied.at[own])
@@ -157,13 +161,9 @@ def multiply(
                                     weight.at[expert, across, along] if transposed else weight.at[expert, along, across]
                                 )
                                 plgpu.copy_gmem_to_smem(source, rhs_smem.at[slot, number], filled.at[slot])
-                        if is_gathered:
-                            gathering.show_oldest(k, steps)
                         return steps + 1
 
                     steps = lax.fori_loop(0, count, step, steps)
-                    if is_gathered:
-                        gathering.show_rest(count, steps)
 
                 def beside_step(number, steps):
                     slot = acquire(steps)
@@ -182,6 +182,8 @@ def multiply(
                                 copy_rows(array, block, height, start, slot)
 
                         plgpu.barrier_arrive(filled.at[slot])
+                    if arrivals is not None:
+                        arrivals.arrive(slot)
                     return steps + 1
 
                 return lax.fori_loop(0, num_beside, beside_step, steps) if beside else steps
@@ -209,6 +211,8 @@ def multiply(
                         def step(k, _):
                             slot = lax.rem(steps + k, stages)
                             plgpu.barrier_wait(filled.at[slot])
+                            if arrivals is not None:
+                                arrivals.wait(steps + k)
                             for number, accumulator in enumerate(accumulators):
                                 weights = rhs_smem.at[slot, number]
                                 weights = weights.transpose((1, 0)) if transposed else weights
@@ -231,6 +235,8 @@ def multiply(
                     def read_step(number, *buffers):
                         slot = lax.rem(steps + total_steps + number, stages)
                         plgpu.barrier_wait(filled.at[slot])
+                        if arrivals is not None:
+                            arrivals.wait(steps + total_steps + number)
                         refs = [buffer.at[slot, own] for buffer in buffers]
                         values = [launcher.load(ref, plgpu.Layout.WGMMA).astype(jnp.float32) for ref in refs]
                         plgpu.barrier_arrive(emptied.at[slot])
@@ -285,7 +291,7 @@ def multiply(
             filled=plgpu.Barrier(num_arrivals=1 + num_parts, num_barriers=stages),
             emptied=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             **(packed_scratch if any(is_packed) else {}),
-            **Tickets.scratch(warpgroups, 4),
+            **Tickets.scratch(warpgroups),
         ),
         grid=(workers,),
         grid_names=("worker",),

@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
-from pallas_kernels.moe.copying import await_copies
 
 BLOCK = 64
 """Rows of a block; also the length of one step of a contraction."""
@@ -98,16 +97,18 @@ class Tickets(NamedTuple):
 
     counter: Any
     last: Any
+    num_words: int
+    """Length of a tile's description."""
     words: Any
-    """[2, 2 + words]: the number drawn, whether there is a tile, its description."""
+    """[3, 8]: twice the number drawn, whether there is a tile, its description; then place for 4 barriers."""
     is_drawn: Any
     is_described: Any
     is_read: Any
 
     @staticmethod
-    def scratch(warpgroups: int, num_words: int) -> dict[str, Any]:
+    def scratch(warpgroups: int) -> dict[str, Any]:
         return {
-            "words": plgpu.SMEM((2, 2 + num_words), jnp.int32),
+            "words": plgpu.SMEM((3, 8), jnp.int32),
             "is_drawn": plgpu.Barrier(),
             "is_described": plgpu.Barrier(num_barriers=2),
             "is_read": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
@@ -138,7 +139,7 @@ class Tickets(NamedTuple):
             number, _, steps = carry
             slot = lax.rem(number, 2)
             plgpu.barrier_wait(self.is_described.at[slot])
-            has_tile, *description = [self.words[slot, word] for word in range(1, self.words.shape[1])]
+            has_tile, *description = [self.words[slot, word] for word in range(1, 2 + self.num_words)]
             plgpu.barrier_arrive(self.is_read.at[slot])
             steps = lax.cond(has_tile == 1, lambda: run(*description, steps), lambda: steps)
             return number + 1, has_tile, steps
@@ -174,27 +175,3 @@ def registers(*, computes: bool) -> tuple[int, int]:
     One thread of the first kind and two of the other have 504 at launch. More are never granted: the kernel would wait.
     """
     return (72, 216) if computes else (40, 232)
-
-
-class Gathering:
-    """Rows fetched one by one by the copying warpgroup: shown to the others some steps after their copies began."""
-
-    def __init__(self, filled: Any, stages: int):
-        self.filled, self.stages, self.lag = filled, stages, stages - 2
-
-    def _show(self, step: jax.Array, num_newer: int) -> None:
-        await_copies(num_newer)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.filled.at[lax.rem(step, self.stages)])
-
-    def show_oldest(self, number: jax.Array, step: jax.Array) -> None:
-        """After the copies of `step`, the `number`-th of a tile, began. All threads wait for each other."""
-        lax.cond(number >= self.lag, lambda: self._show(step - self.lag, self.lag), plgpu.commit_smem)
-
-    def show_rest(self, count: jax.Array | int, end: jax.Array) -> None:
-        """After the last of `count` steps before `end`."""
-        for num_newer in range(self.lag - 1, -1, -1):
-
-            @pl.when(count > num_newer)
-            def _(num_newer=num_newer):
-                self._show(end - 1 - num_newer, num_newer)
