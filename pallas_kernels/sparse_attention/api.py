@@ -1,6 +1,6 @@
 """Attention of packed documents, and DeepSeek sparse attention: selection of keys, attention over them, its loss."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +11,7 @@ from pallas_kernels.sparse_attention import hopper, reference, xla
 
 Implementation = Literal["auto", "pallas", "xla", "reference"]
 PlainImplementation = Literal["auto", "xla", "reference"]
+ScoreDtype = Literal["own", "float8_e4m3fn"]
 
 
 def attention(
@@ -61,6 +62,7 @@ def select_keys(
     query_positions: Int[Array, " Q"] | None = None,
     *,
     top_k: int,
+    score_dtype: ScoreDtype = "own",
     query_chunk_tokens: int = 512,
     implementation: Implementation = "auto",
 ) -> Int[Array, "B Q {top_k}"]:
@@ -73,18 +75,23 @@ def select_keys(
     equal scores the earlier key wins. Scores are in at least float32. No gradient. `pallas` holds the scores of as many
     queries as make 2^26 of them.
 
+    With `score_dtype` float8_e4m3fn every query of a head and every key is rounded to that type first, scaled so that
+    its largest number becomes 448.
+
     Raises:
       ValueError: `pallas` is asked for and cannot take these arguments; the message says why.
 
     Source: lightning indexer, DeepSeek-V3.2-Exp report, section 2.1.
     """
     index_query, index_key, head_weight = lax.stop_gradient((index_query, index_key, head_weight))
-    reason = hopper.reason_against_selection(index_query, index_key, top_k)
+    reason = hopper.reason_against_selection(index_query, index_key, top_k, score_dtype)
     implementation = _choose("select_keys", implementation, reason)
     if implementation == "pallas":
         places = reference.places_of_queries(segment_ids, query_positions)
         ranges = reference.key_ranges(segment_ids, *places)
-        return hopper.select_keys(index_query, index_key, head_weight, *ranges, top_k)
+        return hopper.select_keys(index_query, index_key, head_weight, *ranges, top_k, score_dtype)
+    if score_dtype != "own":
+        index_query, index_key = map(reference.rounded_to_float8, (index_query, index_key))
     if implementation == "reference":
         return reference.select_keys(index_query, index_key, head_weight, segment_ids, query_positions, top_k=top_k)
     return xla.select_keys(
@@ -127,15 +134,18 @@ def select_cached_keys(
     positions: Int[Array, "B Q"],
     *,
     top_k: int,
+    score_dtype: ScoreDtype = "own",
     query_chunk_tokens: int = 512,
     implementation: Implementation = "auto",
 ) -> Int[Array, "B Q {top_k}"]:
     """As `select_keys`, among the keys of a cache (see `cached_attention`) up to each token's position."""
-    reason = hopper.reason_against_selection(index_query, index_key, top_k)
+    reason = hopper.reason_against_selection(index_query, index_key, top_k, score_dtype)
     implementation = _choose("select_cached_keys", implementation, reason)
     if implementation == "pallas":
         first = jnp.zeros_like(positions)
-        return hopper.select_keys(index_query, index_key, head_weight, first, positions + 1, top_k)
+        return hopper.select_keys(index_query, index_key, head_weight, first, positions + 1, top_k, score_dtype)
+    if score_dtype != "own":
+        index_query, index_key = map(reference.rounded_to_float8, (index_query, index_key))
     if implementation == "reference":
         mask = reference.cache_mask(positions, index_key.shape[1])
         return reference.best_keys(reference.index_scores(index_query, index_key, head_weight), mask, top_k)
@@ -204,6 +214,7 @@ def indexer_loss(
     *,
     scale: float,
     head_axis: str | None = None,
+    is_deterministic: bool = False,
     query_chunk_tokens: int = 512,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B Q"]:
@@ -216,8 +227,9 @@ def indexer_loss(
     over those too, and `key` has one head (the latents). The gradient of `score` is softmax(score) - p; `query` and
     `key` get none. In at least float32. The queries are those of all tokens, or of the tokens at `query_positions` of
     each row. Where the heads are split over a mesh axis, `head_axis` names it: the sum over heads then covers all.
-    `log_sums` of `selected_attention` spare `pallas` a pass over the selected keys. Without `indices` there is no
-    `pallas`.
+    `log_sums` of `selected_attention` spare `pallas` a pass over the selected keys. Without `indices`, `pallas` needs a
+    `key` of one head, takes the losses of some queries at a time, and computes them again for the gradients. The keys'
+    gradient adds up over queries: in `pallas` in whatever order they come, or, if `is_deterministic`, in integers.
 
     Raises:
       ValueError: `indices` are given and `key` has more than one head; or `pallas` is asked for and cannot take these
@@ -227,23 +239,17 @@ def indexer_loss(
     """
     if indices is not None and key.shape[2] != 1:
         raise ValueError(f"selected keys are latents that all heads share; got {key.shape[2]} key heads, give 1")
-    reason = "takes selected keys only"
-    if indices is not None:
+    reason = f"needs latents that all heads share, got {key.shape[2]} key heads"
+    if key.shape[2] == 1:
         reason = hopper.reason_against_loss(index_query, index_key, query, key)
     implementation = _choose("indexer_loss", implementation, reason)
-    if implementation == "pallas" and indices is not None:
-        latent = key[:, :, 0]
-        return hopper.indexer_loss(
-            index_query,
-            index_key,
-            head_weight,
-            query,
-            latent,
-            indices,
-            log_sums,
-            scale=scale,
-            head_axis=head_axis,
-        )
+    if implementation == "pallas":
+        options: dict[str, Any] = {"scale": scale, "head_axis": head_axis, "is_deterministic": is_deterministic}
+        arrays = index_query, index_key, head_weight, query, key[:, :, 0]
+        if indices is not None:
+            return hopper.indexer_loss(*arrays, indices, log_sums, **options)
+        ranges = reference.key_ranges(segment_ids, *reference.places_of_queries(segment_ids, query_positions))
+        return hopper.dense_indexer_loss(*arrays, *ranges, **options)
     arrays = (index_query, index_key, head_weight, query, key, segment_ids, indices, query_positions)
     if implementation == "reference":
         return reference.indexer_loss(*arrays, scale=scale, head_axis=head_axis)

@@ -21,6 +21,9 @@ from pallas_kernels.sparse_attention import tiles
 from pallas_kernels.sparse_attention.gathering import BLOCK, Arrivals, Indices, count_blocks, run_ptx
 from pallas_kernels.sparse_attention.hopper_forward import HEADS, Items, copy_keys
 
+APART = 5
+"""Blocks of keys from where one query begins to where the next one does: neighbours, which are computed at the same
+time and have many keys in common, would else add to the same ones at the same time."""
 PARTS = 2
 """Warpgroups that compute."""
 THREADS = 128 * (PARTS + 1)
@@ -69,7 +72,7 @@ def backward(
         @pl.when(warpgroup == PARTS)
         def _():
             plgpu.set_max_registers(24, action="decrease")
-            copy_keys(latent_gmem, keys_smem, indices, arrivals, emptied, counts_gmem, items)
+            copy_keys(latent_gmem, keys_smem, indices, arrivals, emptied, counts_gmem, items, APART)
 
         def compute(part: int):
             plgpu.set_max_registers(240, action="increase")

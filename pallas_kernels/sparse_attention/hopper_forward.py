@@ -44,8 +44,13 @@ class Items(NamedTuple):
         return item // self.num_tiles, lax.rem(item, jnp.int32(self.num_tiles))
 
 
-def copy_keys(rows: Any, keys: Any, indices: Indices, arrivals: Arrivals, emptied: Any, counts: Any, items: Items):
-    """The copying warpgroup's loop: gather every block of every item's keys, indices two blocks ahead."""
+def copy_keys(
+    rows: Any, keys: Any, indices: Indices, arrivals: Arrivals, emptied: Any, counts: Any, items: Items, apart: int = 0
+):
+    """The copying warpgroup's loop: gather every block of every item's keys, indices two blocks ahead.
+
+    A query begins `apart` blocks behind the query before it, and comes round.
+    """
     slots = keys.shape[0]
 
     def blocks_of(step):
@@ -55,7 +60,10 @@ def copy_keys(rows: Any, keys: Any, indices: Indices, arrivals: Arrivals, emptie
         """Block `block` of the item, or what is beyond its last of the next one."""
         is_beyond = (block >= count).astype(jnp.int32)
         query, _ = items.place(step + is_beyond)
-        indices.fetch(query, block - is_beyond * count, number)
+        block -= is_beyond * count
+        if apart:
+            block = lax.rem(block + query * apart, blocks_of(step + is_beyond))
+        indices.fetch(query, block, number)
 
     def item(step, number):
         count = blocks_of(step)

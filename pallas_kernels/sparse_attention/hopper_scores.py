@@ -25,12 +25,18 @@ STAGES = 4
 
 
 def index_scores(
-    index_query: jax.Array, index_key: jax.Array, head_weight: jax.Array, first: jax.Array, end: jax.Array
+    index_query: jax.Array,
+    index_key: jax.Array,
+    head_weight: jax.Array,
+    first: jax.Array,
+    end: jax.Array,
+    key_scale: jax.Array | None = None,
 ) -> jax.Array:
     """float32 [T, S'], S' >= S: sum_j head_weight[t, j] relu(index_query[t, j] . index_key[s]), first[t] <= s < end[t].
 
-    `index_query` [T, J, K] and `index_key` [S, K] in bfloat16, `head_weight` [T, J] float32, `first`, `end` [T] int32.
-    Elsewhere anything is left.
+    `index_query` [T, J, K] and `index_key` [S, K] in bfloat16, or both in an 8-bit float with K = 128, `head_weight`
+    [T, J] float32, `first`, `end` [T] int32. With `key_scale` [S] float32 scores are multiplied by it. Elsewhere
+    anything is left.
     """
     num_queries, num_heads, width = index_query.shape
     group = ROWS // num_heads  # Queries of a tile.
@@ -39,7 +45,9 @@ def index_scores(
     rows = jnp.pad(index_query, ((0, missing), (0, 0), (0, 0))).reshape(-1, width)
     weight = jnp.pad(head_weight, ((0, missing), (0, 0))).reshape(-1)
     num_steps = pl.cdiv(index_key.shape[0], KEYS)
-    keys = jnp.pad(index_key, ((0, num_steps * KEYS - index_key.shape[0]), (0, 0)))
+    num_missing_keys = num_steps * KEYS - index_key.shape[0]
+    keys = jnp.pad(index_key, ((0, num_missing_keys), (0, 0)))
+    scales = () if key_scale is None else (jnp.pad(key_scale, (0, num_missing_keys)),)
     spans = pl.cdiv(num_steps, SPAN)
     total = num_groups * spans
     workers = min(launcher.num_multiprocessors(), total)
@@ -53,9 +61,10 @@ def index_scores(
     bounds = jnp.stack([jnp.min(grouped[0], axis=1), jnp.max(grouped[1], axis=1)], axis=1)
 
     def body(
-        rows_gmem, keys_gmem, weight_gmem, bounds_gmem, out_gmem,
-        *, rows_smem, keys_smem, weight_smem, rows_filled, rows_emptied, filled, emptied,
+        rows_gmem, keys_gmem, weight_gmem, bounds_gmem, *refs,
+        rows_smem, keys_smem, weight_smem, rows_filled, rows_emptied, filled, emptied, scales_smem=None,
     ):  # fmt: skip
+        *scales_gmem, out_gmem = refs
         warpgroup, worker = lax.axis_index("warpgroup"), lax.axis_index("worker")
         count = pl.cdiv(total - worker, workers)
 
@@ -89,8 +98,10 @@ def index_scores(
                     def _():
                         plgpu.barrier_wait(emptied.at[slot])
 
-                    source = keys_gmem.at[pl.ds((start + k) * KEYS, KEYS)]
-                    plgpu.copy_gmem_to_smem(source, keys_smem.at[slot], filled.at[slot])
+                    own = pl.ds((start + k) * KEYS, KEYS)
+                    plgpu.copy_gmem_to_smem(keys_gmem.at[own], keys_smem.at[slot], filled.at[slot])
+                    for scale_gmem in scales_gmem:
+                        plgpu.copy_gmem_to_smem(scale_gmem.at[own], scales_smem.at[slot], filled.at[slot])
                     return number + 1
 
                 return lax.fori_loop(0, steps, load, number)
@@ -114,7 +125,9 @@ def index_scores(
                 def multiply(k, number):
                     slot = lax.rem(number, jnp.int32(STAGES))
                     plgpu.barrier_wait(filled.at[slot])
-                    own = keys_smem.at[slot, pl.ds(warpgroup * tiles.ROWS, tiles.ROWS)]
+                    own_keys = pl.ds(warpgroup * tiles.ROWS, tiles.ROWS)
+                    own = keys_smem.at[slot, own_keys]
+                    scale = None if scales_smem is None else tiles.row(scales_smem.at[slot, own_keys])
                     target = pl.ds((start + k) * KEYS + warpgroup * tiles.ROWS, tiles.ROWS)
                     for part in range(ROWS // PART):
                         here = pl.ds(part * PART, PART)
@@ -126,7 +139,8 @@ def index_scores(
                         for query in range(PART // num_heads):
                             heads = weighted[:, query * num_heads : (query + 1) * num_heads]
                             row = tile * group + part * (PART // num_heads) + query
-                            out_gmem[row, target] = jnp.sum(heads, axis=1)
+                            scores = jnp.sum(heads, axis=1)
+                            out_gmem[row, target] = scores if scale is None else scores * scale
                     return number + 1
 
                 number = lax.fori_loop(0, steps, multiply, number)
@@ -137,15 +151,16 @@ def index_scores(
 
     return launcher.launch(
         body,
-        (rows, keys, weight, bounds),
+        (rows, keys, weight, bounds, *scales),
         [jax.ShapeDtypeStruct((num_groups * group, num_steps * KEYS), jnp.float32)],
         scratch={
             "rows_smem": launcher.swizzled((ROWS, width), rows.dtype),
             "keys_smem": launcher.swizzled((STAGES, KEYS, width), rows.dtype),
             "weight_smem": plgpu.SMEM((ROWS,), jnp.float32),
+            **({} if key_scale is None else {"scales_smem": plgpu.SMEM((STAGES, KEYS), jnp.float32)}),
             "rows_filled": plgpu.Barrier(num_arrivals=2),
             "rows_emptied": plgpu.Barrier(num_arrivals=2),
-            "filled": plgpu.Barrier(num_barriers=STAGES),
+            "filled": plgpu.Barrier(num_arrivals=1 + len(scales), num_barriers=STAGES),
             "emptied": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         },
         grid=(workers,),

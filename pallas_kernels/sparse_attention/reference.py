@@ -63,6 +63,20 @@ def index_scores(index_query: jax.Array, index_key: jax.Array, head_weight: jax.
     return jnp.einsum("bqj,bqjs->bqs", widen(head_weight), scaled)
 
 
+def to_float8(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[..., K] as numbers of type float8_e4m3fn, and what to multiply them by [...]: the last axis shares one scale."""
+    array = widen(array)
+    largest = jnp.max(jnp.abs(array), axis=-1)
+    scale = jnp.where(largest > 0, largest / float(jnp.finfo(jnp.float8_e4m3fn).max), 1)
+    return (array / scale[..., None]).astype(jnp.float8_e4m3fn), scale
+
+
+def rounded_to_float8(array: jax.Array) -> jax.Array:
+    """In at least float32, what `to_float8` leaves of an array."""
+    values, scale = to_float8(array)
+    return values.astype(scale.dtype) * scale[..., None]
+
+
 def kl_divergence(target: jax.Array, logits: jax.Array, mask: jax.Array) -> jax.Array:
     """KL(target / sum(target) || softmax(logits)) over the last axis among the entries of `mask`; 0 if there are none.
 

@@ -11,6 +11,8 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.sparse_attention.gathering import BLOCK, count_blocks
 
+APART = 5
+"""Blocks of keys from where one query begins to where the next one does."""
 LOWEST = -1e30
 """Below all scores, and finite."""
 
@@ -18,8 +20,8 @@ LOWEST = -1e30
 def loss(
     index_query: jax.Array, index_key: jax.Array, head_weight: jax.Array, indices: jax.Array, target: jax.Array,
     *, interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """KL divergence of each query [T], and logarithms of the sums of its exponentials [T], both float32.
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """KL divergence, logarithm of the sum of exponentials, and highest score of each query: three of [T] float32.
 
     `index_query` [T, J, K] and `index_key` [S, K] in bfloat16, `head_weight` [T, J] float32, `indices` [T, N] int32,
     `target` [T, N] float32 that sums to 1, or is 0, and is 0 in holes. J is a power of two of at least 16, N a multiple
@@ -27,40 +29,57 @@ def loss(
     """
     specs, whole, row = _specs(index_query, index_key, indices)
     shape = jax.ShapeDtypeStruct(indices.shape[:1], jnp.float32, manual_axis_type=_varying(index_query))
-    losses, normals = pl.pallas_call(
+    return pl.pallas_call(
         _loss,
         grid=indices.shape[:1],
         in_specs=[*specs[:2], row, row, specs[2], whole],
-        out_specs=[specs[2], specs[2]],
-        out_shape=[shape, shape],
+        out_specs=[specs[2]] * 3,
+        out_shape=[shape] * 3,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="selected_loss",
     )(index_query, head_weight, indices, target, count_blocks(indices), index_key)
-    return losses, normals
 
 
 def gradients(
     index_query: jax.Array, index_key: jax.Array, head_weight: jax.Array, indices: jax.Array, target: jax.Array,
-    normals: jax.Array, loss_gradient: jax.Array, *, interpret: bool = False,
+    normals: jax.Array, loss_gradient: jax.Array, *, most: jax.Array | None = None, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Gradients [T, J, K], [S, K] and [T, J], float32, of the losses times `loss_gradient` [T]."""
+    """Gradients [T, J, K], [S, K] and [T, J], float32, of the losses times `loss_gradient` [T].
+
+    With `most` [], which no sum of absolute parts of the keys' gradient may exceed, that gradient is summed in
+    integers, bitwise the same in whatever order.
+    """
     specs, whole, row = _specs(index_query, index_key, indices)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32, manual_axis_type=_varying(index_query))
-    zeros = jnp.pad(lax.full_like(index_key, 0, jnp.float32), ((0, int(interpret)), (0, 0)))
+    sum_type, units, fine = jnp.float32, (), 0
+    if most is not None:
+        # A number is whole units and, in a second integer, 2^-fine of them: as many as no sum of T such parts exceeds.
+        units = (jnp.broadcast_to(jnp.maximum(most * 2.0**-30, 2.0**-100), normals.shape),)
+        sum_type, fine = jnp.int32, min(31 - (indices.shape[0] - 1).bit_length(), 24)
+    zeros = jnp.pad(lax.full_like(index_key, 0, sum_type), ((0, int(interpret)), (0, 0)))
     all_sums = pl.BlockSpec(zeros.shape, lambda row: (0, 0))
-    query_gradient, weight_gradient, key_gradient = pl.pallas_call(
-        functools.partial(_gradients, interpret=interpret),
+    num_sums = 1 + len(units)
+    inputs = index_query, head_weight, indices, target, count_blocks(indices), normals, loss_gradient, *units, index_key
+    query_gradient, weight_gradient, *sums = pl.pallas_call(
+        functools.partial(_gradients, fine=fine, interpret=interpret),
         grid=indices.shape[:1],
-        in_specs=[*specs[:2], row, row, specs[2], specs[2], specs[2], whole, all_sums],
-        out_specs=[specs[0], specs[1], all_sums],
-        out_shape=[shape(index_query.shape), shape(head_weight.shape), shape(zeros.shape)],
-        input_output_aliases={8: 2},
+        in_specs=[*specs[:2], row, row, *[specs[2]] * (3 + len(units)), whole, *[all_sums] * num_sums],
+        out_specs=[specs[0], specs[1], *[all_sums] * num_sums],
+        out_shape=[
+            *map(shape, (index_query.shape, head_weight.shape)),
+            *[shape(zeros.shape, dtype=sum_type)] * num_sums,
+        ],
+        input_output_aliases={len(inputs) + number: 2 + number for number in range(num_sums)},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="selected_loss_backward",
-    )(index_query, head_weight, indices, target, count_blocks(indices), normals, loss_gradient, index_key, zeros)
-    return query_gradient, key_gradient[: index_key.shape[0]], weight_gradient
+    )(*inputs, *[zeros] * num_sums)
+    key_gradient = sums[0][: index_key.shape[0]].astype(jnp.float32)
+    if units:
+        key_gradient += sums[1][: index_key.shape[0]].astype(jnp.float32) * 2.0**-fine
+        key_gradient *= units[0][0]
+    return query_gradient, key_gradient, weight_gradient
 
 
 def _varying(array: jax.Array) -> Any:
@@ -91,7 +110,7 @@ def _dot(one, other):
     return lax.dot_general(one, other, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _loss(query_ref, weight_ref, indices_ref, target_ref, count_ref, keys_ref, loss_ref, normal_ref):
+def _loss(query_ref, weight_ref, indices_ref, target_ref, count_ref, keys_ref, loss_ref, normal_ref, highest_ref):
     query, weight = query_ref[...], weight_ref[...]
     scale = query.shape[1] ** -0.5
 
@@ -111,19 +130,23 @@ def _loss(query_ref, weight_ref, indices_ref, target_ref, count_ref, keys_ref, l
     carry = jnp.float32(LOWEST), zero, zero, zero
     highest, total, of_target, mixed = lax.fori_loop(0, count_ref[...], block, carry)
     normal = highest + jnp.log(jnp.where(total > 0, total, 1.0))
-    normal_ref[...] = normal
+    normal_ref[...], highest_ref[...] = normal, highest
     loss_ref[...] = jnp.where(total > 0, of_target + normal * mixed, 0.0)
 
 
 def _gradients(
-    query_ref, weight_ref, indices_ref, target_ref, count_ref, normal_ref, loss_gradient_ref, keys_ref, _zeros,
-    query_out, weight_out, keys_out, *, interpret,
+    query_ref, weight_ref, indices_ref, target_ref, count_ref, normal_ref, loss_gradient_ref, *refs, fine, interpret,
 ):  # fmt: skip
+    *unit_ref, keys_ref = refs[: 2 if fine else 1]
+    query_out, weight_out, *keys_out = refs[4 if fine else 2 :]
     query, weight, normal, loss_gradient = query_ref[...], weight_ref[...], normal_ref[...], loss_gradient_ref[...]
-    scale = query.shape[1] ** -0.5
+    scale, count = query.shape[1] ** -0.5, count_ref[...]
+    # Neighbours, which have many keys in common, would else add to the same ones at the same time.
+    begin = pl.program_id(0) * APART
 
     def block(number, carry):
         query_gradient, weight_gradient = carry
+        number = lax.rem(number + begin, count)
         place, column, is_key, target, keys = _read(number, indices_ref, target_ref, keys_ref)
         products = _dot(query, keys.T) * scale
         scores = jnp.sum(jnp.maximum(products, 0) * weight[:, None], axis=0)
@@ -138,8 +161,15 @@ def _gradients(
         mask = None if interpret else jnp.broadcast_to(is_key[:, None], place.shape)
         # Interpreted, nothing can be masked: holes then add to a row of their own.
         place = jnp.where(is_key[:, None], place, keys_ref.shape[0]) if interpret else place
-        plt.atomic_add(keys_out, (place, column), _dot(turned, query), mask=mask)
+        by_key = _dot(turned, query)
+        if fine:
+            units = by_key / unit_ref[0][...]
+            whole = jnp.floor(units)
+            part = jnp.floor((units - whole) * 2.0**fine)
+            plt.atomic_add(keys_out[1], (place, column), part.astype(jnp.int32), mask=mask)
+            by_key = whole.astype(jnp.int32)
+        plt.atomic_add(keys_out[0], (place, column), by_key, mask=mask)
         return query_gradient, weight_gradient
 
     zeros = jnp.zeros(query.shape, jnp.float32), jnp.zeros(weight.shape, jnp.float32)
-    query_out[...], weight_out[...] = lax.fori_loop(0, count_ref[...], block, zeros)
+    query_out[...], weight_out[...] = lax.fori_loop(0, count, block, zeros)

@@ -1,11 +1,11 @@
-"""The exact best of each row's range of scores, in Pallas for Triton: thresholds are found bit by bit, in registers.
+"""The exact best of each row's range of scores, in Pallas for Triton: a warp takes a row, and waits for no other.
 
 A sample of a row tells a threshold that a few more than wanted reach; they are copied out, and the best of them taken.
-Where the sample misleads, too few or too many reaching it, the row is taken piece by piece, each with the best before.
+Where the sample misleads, too few or too many reaching it, the best are sought in the row itself.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-PIECE = 4096
+PIECE = 512
 """Scores read at a time."""
-SAMPLE = 4096
-WARPS = 8
+LIST_PIECE = 256
+"""Of a list in whole vectors: of another size than `PIECE`, or Triton turns those about to be vectors too."""
+SAMPLE = 2048
+KEPT = 4096
+"""Room for what is copied out, at least."""
+WARPS = 1
 LOWEST = -(2**31)
 """Below the integer of every score."""
 
@@ -28,12 +32,13 @@ def top_k_of_rows(
 
     `scores` [T', S'] float32 with T' >= T. Of equal scores the earlier is better. `top_k` is a power of two.
     """
-    num_rows, num_kept = first.shape[0], (2 if scores.shape[1] <= 2**16 else 4) * top_k
-    sample = SAMPLE if scores.shape[1] <= 2**16 else 4 * SAMPLE
+    # Of a longer row a number of the sample stands for more scores.
+    times = 1 if scores.shape[1] <= 2**16 else 2
+    num_rows, num_kept, sample = first.shape[0], times * max(KEPT, 2 * top_k), times * SAMPLE
     whole = pl.BlockSpec(scores.shape, lambda row: (0, 0))
     bound = pl.BlockSpec((None,), lambda row: (row,))
-    # Interpreted, a masked store writes back what it read, for which each row gets one more place.
-    widths = [width + interpret for width in (top_k, num_kept, num_kept)]
+    # A list has a piece behind it. Interpreted, a masked store writes back what it read: results have a place for that.
+    widths = [top_k + interpret, num_kept + LIST_PIECE, num_kept + LIST_PIECE]
     varying = jax.typeof(scores).manual_axis_type
     return pl.pallas_call(
         functools.partial(_select, top_k=top_k, num_kept=num_kept, sample=sample, interpret=interpret),
@@ -47,44 +52,79 @@ def top_k_of_rows(
     )(scores, first, end)[0][:, :top_k]
 
 
-def _slots(count: int) -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, (count,), 0)
+def _slots(number: jax.Array | int, size: int) -> jax.Array:
+    """The places of one piece."""
+    return number * size + lax.broadcasted_iota(jnp.int32, (size,), 0)
 
 
 def _count(is_counted: jax.Array) -> jax.Array:
     return jnp.sum(is_counted.astype(jnp.int32))
 
 
-def _read_keys(scores_ref: Any, row: jax.Array, place: jax.Array, is_read: jax.Array) -> jax.Array:
-    """Integers in the order of the scores; the lowest where nothing is read."""
-    score = plt.load(scores_ref.at[row, jnp.where(is_read, place, 0)], mask=is_read, other=0.0)
-    # Minus zero equals zero.
-    bits = lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
-    return jnp.where(is_read, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
+def _integers(score: jax.Array) -> jax.Array:
+    """Integers in the order of the scores."""
+    # Minus zero equals zero: it becomes that here.
+    bits = lax.bitcast_convert_type(score + 0.0, jnp.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _threshold(key: jax.Array, rank: jax.Array | int) -> jax.Array:
-    """A number that `rank` or more of the keys reach: exactly `rank` of them, or else the largest such number."""
+def _ranks(is_counted: jax.Array, *, interpret: bool) -> jax.Array:
+    """How many come before each of a piece. A thread holds every 32nd: a vote counts those of the other threads."""
+    numbers = is_counted.astype(jnp.int32)
+    if interpret:
+        return jnp.cumsum(numbers) - numbers
+    held = PIECE // 32
+    lines = ["{ .reg .pred yes; .reg .b32 votes, before, total, below; mov.u32 below, %lanemask_lt; mov.b32 total, 0;"]
+    for number in range(held):
+        lines += [
+            f"setp.ne.s32 yes, ${held + number}, 0; vote.sync.ballot.b32 votes, yes, 0xffffffff;",
+            f"and.b32 before, votes, below; popc.b32 before, before; add.s32 ${number}, before, total;",
+            "popc.b32 votes, votes; add.s32 total, total, votes;",
+        ]
+    # Results are written before all arguments are read.
+    constraints = ",".join(["=&r"] * held + ["r"] * held)
+    shape = jax.ShapeDtypeStruct(numbers.shape, jnp.int32)
+    return plt.elementwise_inline_asm(
+        " ".join([*lines, "}"]), args=[numbers], constraints=constraints, pack=held, result_shape_dtypes=[shape]
+    )[0]
 
-    def try_bit(carry):
-        bit, threshold, _ = carry
-        higher = threshold + (jnp.int32(1) << bit)
-        reached = _count(key >= higher)
-        is_enough = reached >= rank
-        return bit - 1, jnp.where(is_enough, higher, threshold), jnp.where(is_enough, reached, 0)
 
-    start = jnp.int32(31), jnp.int32(LOWEST), jnp.int32(0)
-    return lax.while_loop(lambda carry: (carry[0] >= 0) & (carry[2] != rank), try_bit, start)[1]
+class _List:
+    """`count` integers, read piece by piece; behind them the lowest."""
 
+    def __init__(self, read: Callable[[jax.Array], jax.Array], count: jax.Array, piece: int):
+        self.read, self.num_pieces = read, pl.cdiv(count, piece)
 
-def _best(key: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """(which are the best, their places among them, `top_k` for the others); of equal ones the first."""
-    threshold = _threshold(key, top_k)
-    is_above = key > threshold
-    is_equal = (key == threshold) & (key > LOWEST)
-    rank = jnp.cumsum(is_equal.astype(jnp.int32))
-    is_best = is_above | (is_equal & (rank <= top_k - _count(is_above)))
-    return is_best, jnp.where(is_best, jnp.cumsum(is_best.astype(jnp.int32)) - 1, top_k)
+    def reaching(self, threshold: jax.Array) -> jax.Array:
+        """How many are as high as the threshold."""
+
+        def piece(number, count):
+            return count + _count(self.read(number) >= threshold)
+
+        return lax.fori_loop(0, self.num_pieces, piece, jnp.int32(0))
+
+    def highest(self) -> jax.Array:
+        def piece(number, highest):
+            return jnp.maximum(highest, jnp.max(self.read(number)))
+
+        return lax.fori_loop(0, self.num_pieces, piece, jnp.int32(LOWEST))
+
+    def threshold(self, least: jax.Array | int, most: jax.Array | int, low: jax.Array) -> jax.Array:
+        """A number from `low` on that from `least` to `most` reach, or else the largest that `least` or more reach."""
+
+        def halve(carry):
+            low, high, _ = carry
+            # The mean, rounded up, of numbers whose sum may be none.
+            middle = (low | high) - ((low ^ high) >> 1)
+            reached = self.reaching(middle)
+            is_enough = reached >= least
+            return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle - 1), reached
+
+        def is_open(carry):
+            low, high, reached = carry
+            return (low < high) & ((reached < least) | (reached > most))
+
+        return lax.while_loop(is_open, halve, (low, self.highest(), jnp.int32(0)))[0]
 
 
 def _select(scores_ref, first_ref, end_ref, places_ref, kept_keys, kept_places, *, top_k, num_kept, sample, interpret):
@@ -95,74 +135,97 @@ def _select(scores_ref, first_ref, end_ref, places_ref, kept_keys, kept_places, 
         if not interpret:
             plt.debug_barrier()
 
+    def read_row(number):
+        slot = _slots(number, PIECE)
+        score = plt.load(scores_ref.at[row, jnp.where(slot < count, first + slot, 0)], mask=slot < count, other=0.0)
+        return jnp.where(slot < count, _integers(score), LOWEST)
+
+    def kept_list(length):
+        return _List(lambda number: kept_keys[pl.ds(number * LIST_PIECE, LIST_PIECE)], length, LIST_PIECE)
+
     @pl.when(count <= top_k)
     def _():
-        places_ref[pl.ds(0, top_k)] = jnp.where(_slots(top_k) < count, first + _slots(top_k), -1)
+        def piece(number, _):
+            slot = _slots(number, PIECE)
+            target = jnp.where(slot < top_k, slot, top_k)
+            plt.store(places_ref.at[target], jnp.where(slot < count, first + slot, -1), mask=slot < top_k)
+            return ()
+
+        lax.fori_loop(0, pl.cdiv(top_k, PIECE), piece, ())
 
     def guess():
-        """The key that the sample has at the wanted rank, some more for safety."""
-        # Both below 2^15.
-        place = _slots(sample) * (count // sample) + (_slots(sample) * (count % sample)) // sample
-        key = _read_keys(scores_ref, row, first + place, _slots(sample) >= 0)
+        """About the number that the sample has at the wanted rank, some more for safety."""
+
+        def piece(number, _):
+            slot = _slots(number, LIST_PIECE)
+            # Both below 2^15.
+            place = slot * (count // sample) + (slot * (count % sample)) // sample
+            key = _integers(plt.load(scores_ref.at[row, first + jnp.where(slot < sample, place, 0)]))
+            kept_keys[pl.ds(number * LIST_PIECE, LIST_PIECE)] = jnp.where(slot < sample, key, LOWEST)
+            return ()
+
+        lax.fori_loop(0, pl.cdiv(sample, LIST_PIECE), piece, ())
+        wait_for_all()
         expected = sample * (top_k / count.astype(jnp.float32))
-        return _threshold(key, (expected + 4 * jnp.sqrt(expected) + 8).astype(jnp.int32))
+        rank = (expected + 4 * jnp.sqrt(expected) + 8).astype(jnp.int32)
+        threshold = kept_list(jnp.int32(sample)).threshold(rank, rank + rank // 8, jnp.minimum(count, LOWEST))
+        wait_for_all()
+        return threshold
 
     def keep(threshold):
         """Copy out what reaches the threshold, as far as there is room; returns how many reach it."""
 
         def piece(number, kept):
-            place = number * PIECE + _slots(PIECE)
-            key = _read_keys(scores_ref, row, first + place, place < count)
-            is_kept = (key >= threshold) & (key > LOWEST)
-            target = kept + jnp.cumsum(is_kept.astype(jnp.int32)) - 1
+            slot, key = _slots(number, PIECE), read_row(number)
+            is_kept = key >= threshold
+            target = kept + _ranks(is_kept, interpret=interpret)
             has_room = is_kept & (target < num_kept)
-            target = jnp.where(has_room, target, num_kept)
+            target = jnp.where(has_room, target, num_kept) if interpret else target
             plt.store(kept_keys.at[target], key, mask=has_room)
-            plt.store(kept_places.at[target], first + place, mask=has_room)
+            plt.store(kept_places.at[target], first + slot, mask=has_room)
             return kept + _count(is_kept)
 
-        return lax.fori_loop(0, pl.cdiv(count, PIECE), piece, jnp.int32(0))
+        kept = lax.fori_loop(0, pl.cdiv(count, PIECE), piece, jnp.int32(0))
+        # Lists are read in whole pieces.
+        behind = jnp.minimum(kept, num_kept) + _slots(0, LIST_PIECE)
+        plt.store(kept_keys.at[behind], jnp.full((LIST_PIECE,), LOWEST, jnp.int32))
+        return kept
 
-    def take(kept):
-        """The best of those copied out."""
-        slot = _slots(num_kept)
-        key = plt.load(kept_keys.at[slot], mask=slot < kept, other=LOWEST)
-        place = plt.load(kept_places.at[slot], mask=slot < kept, other=-1)
-        is_best, target = _best(key, top_k)
-        plt.store(places_ref.at[target], place, mask=is_best)
+    def take(keys, read_places, low):
+        """The best of a list, and of equal ones the first."""
+        threshold = keys.threshold(top_k, top_k, low)
+        num_equal = top_k - keys.reaching(threshold + 1)
 
-    def take_by_pieces():
-        slot, fresh = _slots(2 * top_k), 2 * top_k
+        def piece(number, carry):
+            above, equal = carry
+            key = keys.read(number)
+            is_above, is_equal = key > threshold, (key == threshold) & (key > LOWEST)
+            # Two counts in one sum.
+            counts = jnp.cumsum(is_above.astype(jnp.int32) + (is_equal.astype(jnp.int32) << 16))
+            rank = equal + (counts >> 16)
+            is_best = is_above | (is_equal & (rank <= num_equal))
+            target = above + (counts & 0xFFFF) + jnp.minimum(rank, num_equal) - 1
+            plt.store(places_ref.at[jnp.where(is_best, target, top_k)], read_places(number), mask=is_best)
+            return above + _count(is_above), equal + _count(is_equal)
 
-        def piece(number, _):
-            is_old = (slot < top_k) & (number > 0)
-            offset = jnp.where(number > 0, fresh + (number - 1) * (fresh - top_k) + slot - top_k, slot)
-            key = _read_keys(scores_ref, row, first + offset, jnp.logical_not(is_old) & (offset < count))
-            old = jnp.where(is_old, slot, 0)
-            key = jnp.where(is_old, plt.load(kept_keys.at[old], mask=is_old, other=LOWEST), key)
-            place = jnp.where(is_old, plt.load(places_ref.at[old], mask=is_old, other=-1), first + offset)
-            is_best, target = _best(key, top_k)
-            # All threads have read what was kept.
-            wait_for_all()
-            plt.store(places_ref.at[target], place, mask=is_best)
-            plt.store(kept_keys.at[target], key, mask=is_best)
-            wait_for_all()
-            return ()
-
-        num_pieces = 1 + pl.cdiv(jnp.maximum(count - fresh, 0), fresh - top_k)
-        lax.fori_loop(0, num_pieces, piece, ())
+        lax.fori_loop(0, keys.num_pieces, piece, (jnp.int32(0), jnp.int32(0)))
 
     @pl.when(count > top_k)
     def _():
-        threshold = lax.cond(count > 2 * sample, guess, lambda: jnp.minimum(count, LOWEST))
-        kept = keep(threshold)
+        lowest = jnp.minimum(count, LOWEST)
+        is_sampled = count > num_kept
+        threshold = lax.cond(is_sampled, guess, lambda: lowest)
+        kept = lax.cond(is_sampled, lambda: keep(threshold), lambda: jnp.minimum(count, 0))
         wait_for_all()
         is_right = (kept >= top_k) & (kept <= num_kept)
 
         @pl.when(is_right)
         def _():
-            take(kept)
+            def read_places(number):
+                return kept_places[pl.ds(number * LIST_PIECE, LIST_PIECE)]
+
+            take(kept_list(kept), read_places, threshold)
 
         @pl.when(jnp.logical_not(is_right))
         def _():
-            take_by_pieces()
+            take(_List(read_row, count, PIECE), lambda number: first + _slots(number, PIECE), lowest)

@@ -96,17 +96,19 @@ def test_simulated_attention_over_selected_keys_and_its_gradients_are_near_float
     assert_near_definition(found, arrays, gradient)
 
 
-def test_simulated_selection_is_the_plain_one_but_for_scores_that_rounding_exchanges():
+@pytest.mark.parametrize(("score_dtype", "width"), [("own", 64), ("float8_e4m3fn", 128)])
+def test_simulated_selection_is_the_plain_one(score_dtype, width):
     random = np.random.default_rng(1)
-    # Small integers: products are exact, many scores are equal.
-    query = jnp.asarray(random.integers(-2, 3, (2, 70, 8, 64)), jnp.bfloat16)
-    key = jnp.asarray(random.integers(-2, 3, (2, 70, 64)), jnp.bfloat16)
+    # Small integers: products are exact, many scores are equal. With 7 scales of 8-bit floats are powers of two.
+    query = jnp.asarray(random.integers(-2, 3, (2, 70, 8, width)), jnp.bfloat16).at[..., 0].set(7)
+    key = jnp.asarray(random.integers(-2, 3, (2, 70, width)), jnp.bfloat16).at[..., 0].set(7)
     weight = jnp.asarray(random.integers(-1, 3, (2, 70, 8)), jnp.float32)
     segments = jnp.asarray(np.repeat([[1, 2, 0], [1, 2, 3]], [2, 66, 2], axis=1), jnp.int32)
     positions = jnp.arange(66, 70, dtype=jnp.int32)
 
     def run(implementation, query, weight):
-        return select_keys(query, key, weight, segments, positions, top_k=64, implementation=implementation)
+        options = {"top_k": 64, "score_dtype": score_dtype, "implementation": implementation}
+        return select_keys(query, key, weight, segments, positions, **options)
 
     query, weight = query[:, 66:], weight[:, 66:]
     with launcher.simulated():
@@ -114,32 +116,36 @@ def test_simulated_selection_is_the_plain_one_but_for_scores_that_rounding_excha
     np.testing.assert_array_equal(found, jax.jit(partial(run, "reference"))(query, weight))
 
 
-def loss_by(function, index, indices, gradient):
+def loss_by(function, index, gradient):
     losses, pull = jax.vjp(function, *index)
     return losses, *pull(gradient.astype(losses.dtype))
 
 
-def test_the_interpreted_loss_over_selected_keys_and_its_gradients_are_near_float64(monkeypatch):
+@pytest.mark.parametrize("mode", ["selected", "selected, in integers", "all keys"])
+def test_the_interpreted_loss_and_its_gradients_are_near_float64(monkeypatch, mode):
     (query, latent, indices), _, index = draw(5, 90, 64, 8, value_width=128)
     random = np.random.default_rng(3)
     gradient = jnp.asarray(random.normal(size=(1, 5)), jnp.float32)
+    segments = jnp.asarray(np.repeat([[1, 2, 0]], [3, 86, 1], axis=1), jnp.int32)
+    indices = None if mode == "all keys" else jnp.where(indices < 3, -1, indices).at[:, 4].set(-1)
     # The target as the definition has it: what comes after it is tested here.
     monkeypatch.setattr(hopper, "summed_probabilities", _probabilities)
-    segments = jnp.ones((1, 90), jnp.int32)
+    monkeypatch.setattr(hopper, "selected_attention", lambda *_: (None, jnp.zeros((1, 2, 8))))
+    monkeypatch.setattr(hopper, "DENSE_SCORES", 2 * 128)
+    monkeypatch.setattr(hopper, "APART", 7)
 
     def run(implementation, query, latent, *index):
-        options = {"scale": SCALE, "implementation": implementation}
-        positions = jnp.arange(85, 90, dtype=jnp.int32)
-        return indexer_loss(
-            *index, query, latent[:, :, None], segments, indices, positions, jnp.zeros(query.shape[:3]), **options
-        )
+        options = {"scale": SCALE, "is_deterministic": mode.endswith("integers"), "implementation": implementation}
+        positions = jnp.asarray([2, 86, 87, 88, 89], jnp.int32)
+        sums = None if indices is None else jnp.zeros(query.shape[:3])
+        return indexer_loss(*index, query, latent[:, :, None], segments, indices, positions, sums, **options)
 
     with launcher.simulated():
-        found = loss_by(partial(run, "pallas", query, latent), index, indices, gradient)
+        found = loss_by(partial(run, "pallas", query, latent), index, gradient)
     with jax.enable_x64(True):
         arrays = wide([query, latent])
-        expected = loss_by(partial(run, "reference", *arrays), wide(index), indices, gradient)
-    assert not np.asarray(found[0])[0, 0]
+        expected = loss_by(partial(run, "reference", *arrays), wide(index), gradient)
+    assert not np.asarray(found[0])[0, 4]
     errors = [error(one, other) for one, other in zip(found, expected, strict=True)]
     assert max(errors) < 6e-3, errors
 
@@ -163,6 +169,7 @@ def test_what_kernels_cannot_take_is_said():
         assert "bfloat16" in hopper.reason_against_attention(query.astype(jnp.float32), latent, 512)
         assert hopper.reason_against_selection(*index[:2], 2048) is None
         assert "power of two" in hopper.reason_against_selection(*index[:2], 2000)
+        assert "width 128" in hopper.reason_against_selection(*(a[..., :64] for a in index[:2]), 2048, "float8_e4m3fn")
         assert "index heads" in hopper.reason_against_selection(index[0][:, :, :7], index[1], 2048)
         assert "at least 16" in hopper.reason_against_loss(index[0][:, :, :8], index[1], query, latent)
 
@@ -251,21 +258,35 @@ def draw_segments(lengths, padding):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
-@pytest.mark.parametrize("index_heads", [8, 32, 128])
-@pytest.mark.parametrize("is_exact", [True, False], ids=["equal scores", "normal"])
-def test_selected_keys_on_a_gpu_are_the_best_of_the_own_document(index_heads, is_exact):
+@pytest.mark.parametrize(
+    ("score_dtype", "index_heads", "is_exact"),
+    [
+        ("own", 8, True),
+        ("own", 32, False),
+        ("own", 128, False),
+        ("float8_e4m3fn", 8, False),
+        ("float8_e4m3fn", 64, True),
+        ("float8_e4m3fn", 128, False),
+    ],
+)
+def test_selected_keys_on_a_gpu_are_the_best_of_the_own_document(index_heads, is_exact, score_dtype):
     # Documents of every length around the number of keys.
     segments = draw_segments([2047, 2048, 2049, 1, 2, 2100, 127, 128, 129], 33)[None]
     given_segments = jnp.asarray(segments)
     random, tokens = np.random.default_rng(5), segments.shape[1]
     kind = (lambda *s: random.integers(-2, 3, s)) if is_exact else (lambda *s: random.normal(size=s))
     index = [jnp.asarray(kind(1, tokens, *s), jnp.bfloat16) for s in ((index_heads, 128), (128,), (index_heads,))]
+    if is_exact:
+        # Then scales of 8-bit floats are powers of two.
+        index[:2] = [array.at[..., 0].set(7) for array in index[:2]]
     positions = jnp.asarray(np.concatenate([np.arange(0, 60), np.arange(2000, tokens, 40)]), jnp.int32)
     query, weight = index[0][:, positions], index[2][:, positions]
 
     def run(implementation):
         return jax.jit(
-            lambda *a: select_keys(*a, given_segments, positions, top_k=2048, implementation=implementation)
+            lambda *a: select_keys(
+                *a, given_segments, positions, top_k=2048, score_dtype=score_dtype, implementation=implementation
+            )
         )(query, index[1], weight)
 
     with jax.default_matmul_precision("highest"):
@@ -277,32 +298,44 @@ def test_selected_keys_on_a_gpu_are_the_best_of_the_own_document(index_heads, is
         assert len(keys) == (expected[row] >= 0).sum()
         shared = len(np.intersect1d(keys, expected[row][expected[row] >= 0]))
         # Of many thousand scores neighbours differ by less than float32's rounding of sums in another order.
-        assert shared == len(keys) if is_exact else shared >= 0.999 * len(keys)
+        # Tensor cores sum products of 8-bit floats with fewer digits.
+        assert shared == len(keys) if is_exact else shared >= (0.999 if score_dtype == "own" else 0.99) * len(keys)
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
-@pytest.mark.parametrize(("num_heads", "index_heads"), [(64, 64), (96, 32), (8, 16)])
-def test_the_loss_over_selected_keys_and_its_gradients_are_near_float64_on_a_gpu(num_heads, index_heads):
+@pytest.mark.parametrize(
+    ("num_heads", "index_heads", "mode"),
+    [
+        (64, 64, "selected"),
+        (8, 16, "selected"),
+        (96, 32, "selected, in integers"),
+        (96, 32, "all keys"),
+        (8, 64, "all keys"),
+    ],
+)
+def test_the_loss_and_its_gradients_are_near_float64_on_a_gpu(num_heads, index_heads, mode):
     (query, latent, indices), _, index = draw(200, 2500, 2048, num_heads, index_heads=index_heads)
     gradient = jnp.asarray(np.random.default_rng(6).normal(size=(1, 200)), jnp.float32)
     segments, positions = jnp.ones((1, 2500), jnp.int32), jnp.arange(2300, 2500, dtype=jnp.int32)
+    indices = None if mode == "all keys" else indices
 
     def run(implementation, query, latent, *index):
-        options = {"scale": SCALE, "implementation": implementation}
+        options = {"scale": SCALE, "is_deterministic": mode.endswith("integers"), "implementation": implementation}
         return indexer_loss(*index, query, latent[:, :, None], segments, indices, positions, **options)
 
     def step(index):
-        return loss_by(partial(run, "pallas", query, latent), index, indices, gradient)
+        return loss_by(partial(run, "pallas", query, latent), index, gradient)
 
     compiled = jax.jit(step).lower(index).compile()
     fill_free_memory_with_nan()
     found = compiled(index)
+    if mode.endswith("integers"):
+        for one, other in zip(found, compiled(index), strict=True):
+            np.testing.assert_array_equal(one, other)
     with jax.enable_x64(True):
         arrays = wide([query, latent])
-        expected = jax.jit(lambda index: loss_by(partial(run, "reference", *arrays), index, indices, gradient))(
-            wide(index)
-        )
-    assert not np.asarray(found[0])[0, 0]
+        expected = jax.jit(lambda index: loss_by(partial(run, "reference", *arrays), index, gradient))(wide(index))
+    assert mode == "all keys" or not np.asarray(found[0])[0, 0]
     errors = [error(one, other) for one, other in zip(found, expected, strict=True)]
     assert max(errors) < 8e-3, errors

@@ -38,7 +38,9 @@ def draw_rows(rows, length, seed=0):
 
 def test_the_best_of_every_range_are_found_and_of_equal_ones_the_first(monkeypatch):
     monkeypatch.setattr(module, "PIECE", 64)
+    monkeypatch.setattr(module, "LIST_PIECE", 32)
     monkeypatch.setattr(module, "SAMPLE", 32)
+    monkeypatch.setattr(module, "KEPT", 64)
     scores = np.concatenate([draw_rows(9, 700, seed) for seed in range(3)])
     random = np.random.default_rng(3)
     first = np.concatenate([np.zeros(9), random.integers(0, 300, 18)]).astype(np.int32)
