@@ -61,7 +61,7 @@ def delta_rule(
     if chunk_tokens < xla.TILE or chunk_tokens & (chunk_tokens - 1):
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be {xla.TILE} times a power of two, such as 64")
     arrays = (query, key, value, log_decay, beta, segment_ids)
-    reason = pallas_triton.reason_against(query, value)
+    reason = pallas_triton.reason_against(query, key, value)
     if implementation == "auto":
         implementation = "pallas"
         if reason is not None:
@@ -114,7 +114,7 @@ def affine_delta_rule(
     key_width, value_width = key.shape[-1], value.shape[-1]
     tokens, dtype = (log_decay, beta, segment_ids), wide_dtype(query, key, value, log_decay, beta)
     identity = jnp.broadcast_to(jnp.eye(key_width, dtype=dtype), (value.shape[0], value.shape[2], key_width, key_width))
-    if implementation in ("auto", "pallas") and pallas_triton.reason_against(query, value) is None:
+    if implementation in ("auto", "pallas") and pallas_triton.reason_against(query, key, value) is None:
         # Its kernels take no values as wide as both parts together.
         output, state = delta_rule(query, key, value, *tokens, implementation="pallas")
         nothing = jnp.zeros((*value.shape[:3], key_width), value.dtype)

@@ -24,6 +24,7 @@ EPSILON = 1e-6
 LOG2_E = math.log2(math.e)
 MOST_TAPS = 8
 PLACES = 2**31
+MOST_TOKENS = 2**21  # of a row: blocks of 64 within the 65,535 that a launch takes along one axis
 
 
 class Settings(NamedTuple):
@@ -42,8 +43,10 @@ def reason_against(inputs: jax.Array, taps: jax.Array) -> str | None:
         return f"needs bfloat16 inputs [B, S, H, K], got {inputs.ndim} axes of {inputs.dtype}"
     if inputs.shape[3] not in (32, 64, 128, 256) or not 2 <= taps.shape[0] <= MOST_TAPS:
         return f"needs 2 to {MOST_TAPS} taps and heads of 32 to 256, got {taps.shape[0]} and {inputs.shape[3]}"
-    if inputs.size >= PLACES:
-        return f"numbers places in 31 bits, too few for {inputs.size} inputs"
+    if inputs.size >= PLACES or inputs.shape[1] > MOST_TOKENS:
+        return (
+            f"numbers places in 31 bits and blocks in 16, too few for {inputs.size} inputs of {inputs.shape[1]} tokens"
+        )
     return None
 
 

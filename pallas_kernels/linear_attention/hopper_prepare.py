@@ -139,7 +139,7 @@ def prepare(query, key, value, log_decay, beta, first, last):
             halves = [pl.ds(half * HALF, HALF) for half in range(2)]
             wait_unless_first(step, decay_out)
             if is_scalar:
-                plgpu.copy_gmem_to_smem(decay.at[row, head, tokens], decay_smem, decay_in)
+                plgpu.copy_gmem_to_smem(decay.at[row, head, tokens], decay_smem.at[0], decay_in)
             else:
                 for half, channels in enumerate(halves):
                     plgpu.copy_gmem_to_smem(decay.at[row, tokens, head, channels], decay_smem.at[half], decay_in)
@@ -265,24 +265,23 @@ def prepare(query, key, value, log_decay, beta, first, last):
             own = warpgroup + (bounds_smem[lax.rem(step, 2), 1, CHUNK - 1] >> CHUNK_BITS)
             channels = pl.ds(own * HALF, HALF)
             half = _Half(own, bounds_smem.at[lax.rem(step, 2)], None)
-            decays = tiles.across(launcher.load(decay_smem, tiles.column_layout())) * LOG2_E
+            decays = tiles.row_across(decay_smem) * LOG2_E
             is_passed = tiles.within(half.bound(0) + 1, tiles.iota(0) - half.bound(0))
-            rows_of_sums = anchors_smem.at[own]
-            rows_of_sums[...] = jnp.sum(jnp.where(is_passed, decays, 0), axis=1)
+            anchors_smem[own, 0] = jnp.sum(jnp.where(is_passed, decays, 0), axis=1)
             plgpu.commit_smem()
             plgpu.barrier_arrive(decay_out)
 
             def late():
-                return tiles.down(tiles.row(rows_of_sums))
+                return tiles.down(tiles.row(anchors_smem.at[own, 0]))
 
             def early():
-                return tiles.across(launcher.load(rows_of_sums, tiles.column_layout()))
+                return tiles.row_across(anchors_smem.at[own])
 
             end = jnp.sum(jnp.where(tiles.iota(1) == CHUNK - 1, early(), 0), axis=1)
 
             @pl.when(own == 0)
             def _():
-                sums_out[row, head, tokens] = tiles.row(rows_of_sums)
+                sums_out[row, head, tokens] = tiles.row(anchors_smem.at[own, 0])
                 is_kept = jnp.where(bounds_smem[lax.rem(step, 2), 0, CHUNK - 1] < 0, jnp.float32(1), jnp.float32(0))
                 kept_out[row, chunk, head] = is_kept * jnp.exp2(end)
 
@@ -387,7 +386,7 @@ def prepare(query, key, value, log_decay, beta, first, last):
         (query, key, value, log_decay, beta, first, last),
         [jax.ShapeDtypeStruct(*shape) for shape in shapes],
         scratch={
-            "decay_smem": plgpu.SMEM((CHUNK,), wide) if is_scalar else launcher.swizzled((2, CHUNK, HALF), wide),
+            "decay_smem": plgpu.SMEM((1, CHUNK), wide) if is_scalar else launcher.swizzled((2, CHUNK, HALF), wide),
             "keys_smem": buffer((2, 2, CHUNK, HALF)),
             "values_smem": buffer((2, CHUNK, HALF)),
             "early_smem": buffer((1, 1, CHUNK, HALF) if is_scalar else (4, 2, CHUNK, HALF)),
@@ -396,7 +395,7 @@ def prepare(query, key, value, log_decay, beta, first, last):
             "inverse_smem": buffer((CHUNK, CHUNK)),
             "lower_smem": buffer((2, CHUNK, CHUNK)),
             "parts_smem": buffer((2, CHUNK, CHUNK)),
-            "anchors_smem": plgpu.SMEM((2, CHUNK) if is_scalar else (2, len(ANCHORS), HALF), wide),
+            "anchors_smem": plgpu.SMEM((2, 1, CHUNK) if is_scalar else (2, len(ANCHORS), HALF), wide),
             "itself_smem": plgpu.SMEM((2, 2, CHUNK), wide),
             "bounds_smem": plgpu.SMEM((2, 2, CHUNK), jnp.int32),
             "beta_smem": plgpu.SMEM((2, CHUNK), wide),

@@ -5,7 +5,7 @@ Each of its four warps holds a tile of 16 rows.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,20 @@ def products(factors: Sequence[Sequence[tuple[Any, Any]]], widths: Sequence[int]
         return tuple(total[...] for total in totals)
 
     return list(pl.run_scoped(scope, *(plgpu.WGMMAAccumulatorRef((CHUNK, width)) for width in widths)))
+
+
+def accumulate(totals: Sequence[jax.Array], factors: Sequence[Sequence[tuple[Any, Any]]]) -> tuple[jax.Array, ...]:
+    """Each total [64, 64] plus a sum of products, all under way at once."""
+    if launcher.is_simulated():
+        return tuple(total + product(*pairs) for total, pairs in zip(totals, factors, strict=True))
+
+    def add(totals):
+        for total, pairs in zip(totals, factors, strict=True):
+            for left, right in pairs:
+                plgpu.wgmma(total, left, right)
+
+    # What is run on refs gives values back.
+    return cast(Any, pl.run_state(add)(tuple(plgpu.WGMMAAccumulatorRef.init(total) for total in totals)))
 
 
 def turned(ref: Any) -> Any:
@@ -267,6 +281,14 @@ def rows_of_tiles(table: Any, rows: Sequence[int]) -> jax.Array:
         return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return spread(table)  # pyright: ignore[reportCallIssue]
+
+
+def row_across(table: Any, row: int = 0) -> jax.Array:
+    """[64, 64] whose rows are all one row of a table in shared memory.
+
+    The compiler's search for layouts may never end where vectors across columns meet ones down rows.
+    """
+    return rows_of_tiles(table, (row,) * 4)
 
 
 def rounded(array: jax.Array) -> jax.Array:

@@ -3,8 +3,9 @@
 Each chunk by itself: `prepare` makes the matrices of pairs of tokens, inverts one, and makes what the tokens read from
 the state and write into it (`parts_of_tokens` does the latter again for the backward pass). `scan` carries the state
 over chunks and writes the output, or, for the backward pass, the states and what each token writes; `scan_back` carries
-the state's gradient from the last chunk to the first; `gradients`, each chunk by itself, finishes. With one decay a
-channel, none deeper in a tile than `DEEPEST`, and widths of 128 the kernel of `hopper` takes its place.
+the state's gradient from the last chunk to the first; `gradients`, each chunk by itself, finishes. At widths of 128
+kernels of `hopper_prepare`, `hopper_scan`, `hopper` and `hopper_scalar` take their places, but for chunks in which one
+of the decays a channel is deeper in a tile than `DEEPEST`.
 """
 
 import functools
@@ -18,12 +19,22 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import launcher
-from pallas_kernels.linear_attention import chunk_kernels, hopper, hopper_prepare, scan_kernels
+from pallas_kernels.linear_attention import (
+    chunk_kernels,
+    hopper,
+    hopper_prepare,
+    hopper_scalar,
+    hopper_scan,
+    scan_kernels,
+)
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
 from pallas_kernels.linear_attention.documents import document_starts, per_value_head, starting_state
 
 WIDTHS = (64, 128)
 PLACES = 2**31
+MOST_PIECES = 16
+MOST_BLOCKS = 65535
+"""Of a launch's grid along its second or third axis."""
 
 
 class Settings(NamedTuple):
@@ -41,28 +52,36 @@ class Settings(NamedTuple):
     gradient_columns: int = 32
     pieces: int | None = 1
     """Into how many a row is cut for the scans; None for as many as fill the GPU. Not timed yet."""
-    is_scalar_on_hopper: bool = False
-    """Whether `hopper_prepare` takes one decay a head too. Not run on a GPU yet."""
 
 
-def reason_against(query: Float[Array, "B S G K"], value: Float[Array, "B S H V"]) -> str | None:
+def reason_against(
+    query: Float[Array, "B S G K"], key: Float[Array, "B S G K"], value: Float[Array, "B S H V"]
+) -> str | None:
     """Why these kernels cannot take such arrays; None if they can."""
     if not launcher.is_hopper():
         return "needs a Hopper GPU (compute capability 9.0)"
-    if query.dtype != jnp.bfloat16 or value.dtype != jnp.bfloat16:
-        return f"needs bfloat16 queries, keys and values, got {query.dtype} and {value.dtype}"
+    if any(array.dtype != jnp.bfloat16 for array in (query, key, value)):
+        return f"needs bfloat16 queries, keys and values, got {query.dtype}, {key.dtype} and {value.dtype}"
     widths = query.shape[3], value.shape[3]
     if any(width not in WIDTHS for width in widths):
         return f"needs key and value widths of {' or '.join(map(str, WIDTHS))}, got {widths[0]} and {widths[1]}"
+    batch, _, heads, _ = value.shape
+    if batch > MOST_BLOCKS or heads > MOST_BLOCKS or not _most_chunks(query, value):
+        return f"numbers places in 31 bits, too few for {batch} rows of {heads} heads"
     return None
 
 
-def _pieces(query: jax.Array, value: jax.Array) -> list[int]:
-    """Where to cut rows, of whole chunks, so that no array has `PLACES` numbers or more."""
-    batch, length, heads, value_width = value.shape
+def _most_chunks(query: jax.Array, value: jax.Array) -> int:
+    """Of rows taken at once, so that no array has `PLACES` numbers or more."""
+    batch, _, heads, value_width = value.shape
     width = max(query.shape[3], value_width, query.shape[3] * value_width // CHUNK)
-    most = (PLACES - 1) // (batch * CHUNK * heads * width)
-    return list(range(most * CHUNK, length, most * CHUNK))
+    return min((PLACES - 1) // (batch * CHUNK * heads * width), MOST_BLOCKS)
+
+
+def _pieces(query: jax.Array, value: jax.Array) -> list[int]:
+    """Where to cut rows."""
+    most = _most_chunks(query, value) * CHUNK
+    return list(range(most, value.shape[1], most))
 
 
 def delta_rule(
@@ -140,6 +159,8 @@ def _backward(settings, saved, gradients):
     of_chunks = states, state_gradients, written, solved, output_gradient
     if not call.is_on_hopper:
         gradients = call.gradients(*tokens, *of_chunks)
+    elif not call.decay_width:
+        gradients = call.gradients_on_hopper(*tokens, *of_chunks)
     else:
         is_deep = jnp.max(depth) > chunk_kernels.DEEPEST
         gradients = lax.cond(is_deep, call.gradients, call.gradients_on_hopper, *tokens, *of_chunks)
@@ -160,7 +181,11 @@ def _sum_groups(gradient: jax.Array, like: jax.Array) -> jax.Array:
 
 
 _prepare_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_prepare.prepare(*arrays))
-_gradients_on_hopper = launcher.traced_once(lambda _, *arrays: hopper.gradients(*arrays))
+_gradients_on_hopper = launcher.traced_once(
+    lambda is_scalar, *arrays: (hopper_scalar if is_scalar else hopper).gradients(*arrays)
+)
+_scan_on_hopper = launcher.traced_once(lambda keep_states, *arrays: hopper_scan.scan(*arrays, keep_states=keep_states))
+_scan_back_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_scan.scan_back(*arrays))
 
 
 class _Parts(NamedTuple):
@@ -186,17 +211,20 @@ class _Calls:
         self.key_width, self.group = query.shape[3], self.heads // query.shape[2]
         self.chunks = self.length // CHUNK
         self.decay_width = log_decay.shape[3:]
-        is_hopper = not (settings.interpret or hopper.reason_against(self.key_width, self.value_width))
-        self.is_on_hopper = is_hopper and log_decay.ndim == 4
-        self.is_prepared_on_hopper = self.is_on_hopper or (is_hopper and settings.is_scalar_on_hopper)
+        self.is_on_hopper = not (settings.interpret or hopper.reason_against(self.key_width, self.value_width))
         self.pieces = settings.pieces or self.most_pieces()
         self.manual_axis_type = jax.typeof(query).manual_axis_type
 
     def most_pieces(self) -> int:
-        """A row in pieces takes three scans instead of one: it pays from four pieces on, of eight chunks at least."""
-        blocks = self.batch * self.heads * max(1, self.value_width // self.settings.scan_width)
+        """A row in pieces takes three scans instead of one: it pays from four pieces on, of eight chunks at least.
+
+        Each piece costs two small products, one after the other: more than 16 cost more than they save.
+        """
+        width = hopper_scan.HALF if self.is_on_hopper else self.settings.scan_width
+        blocks = self.batch * self.heads * max(1, self.value_width // width)
         places = 1 if self.settings.interpret else launcher.num_multiprocessors()
-        fitting = (cut for cut in range(places // blocks, 3, -1) if self.chunks % cut == 0 and self.chunks >= 8 * cut)
+        most = min(places // blocks, MOST_PIECES)
+        fitting = (cut for cut in range(most, 3, -1) if self.chunks % cut == 0 and self.chunks >= 8 * cut)
         return next(fitting, 1)
 
     def shape(self, *shape: int, dtype=None) -> jax.ShapeDtypeStruct:
@@ -270,7 +298,7 @@ class _Calls:
             warps=self.settings.prepare_warps,
             block=self.settings.prepare_columns,
         )
-        if self.is_prepared_on_hopper:
+        if self.is_on_hopper:
             *prepared, parts = _prepare_on_hopper(None, *tokens)
             prepared += parts
             if self.decay_width:
@@ -303,6 +331,9 @@ class _Calls:
         """The way back."""
         return array.reshape(self.batch, -1, *array.shape[2:])
 
+    def cut_all(self, arguments: list[tuple[str, jax.Array]]) -> list[jax.Array]:
+        return [array if name == "state" else self.cut(array) for name, array in arguments]
+
     def scan_call(self, kernel, arguments: list[tuple[str, jax.Array]], results: list[tuple[str, Any]], **options):
         """Launch blocks of one piece, one head and some value channels. Arrays are named for what they hold."""
         width = min(self.settings.scan_width, self.value_width)
@@ -327,7 +358,7 @@ class _Calls:
             warps=self.settings.scan_warps,
             stages=self.settings.scan_stages,
             **options,
-        )(*(array if name == "state" else self.cut(array) for name, array in arguments))
+        )(*self.cut_all(arguments))
 
     def state(self, columns: int) -> tuple[str, jax.ShapeDtypeStruct]:
         return "state", self.shape(1, self.heads, self.key_width, columns, dtype=jnp.float32)
@@ -391,7 +422,10 @@ class _Calls:
         tokens = ("values", self.shape(1, length, self.heads, self.value_width))
         states = ("states", self.shape(1, chunks, self.heads, self.key_width, self.value_width))
         results = [states, tokens] if keep_states else [tokens, self.state(self.value_width)]
-        first, second = self.scan_call(scan_kernels.scan, arguments, results, keep_states=keep_states)
+        if self.is_on_hopper:
+            first, second = _scan_on_hopper(keep_states, *self.cut_all(arguments))
+        else:
+            first, second = self.scan_call(scan_kernels.scan, arguments, results, keep_states=keep_states)
         if keep_states:
             return self.whole(first), self.whole(second)
         return self.whole(first), second.reshape(self.batch, self.pieces, *second.shape[1:])[:, -1]
@@ -412,7 +446,10 @@ class _Calls:
         tokens = ("values", self.shape(1, length, self.heads, self.value_width))
         states = ("states", self.shape(1, chunks, self.heads, self.key_width, self.value_width))
         results = [states, tokens, self.state(self.value_width)]
-        states, solved, initial = self.scan_call(scan_kernels.scan_back, arguments, results)
+        if self.is_on_hopper:
+            states, solved, initial = _scan_back_on_hopper(None, *self.cut_all(arguments))
+        else:
+            states, solved, initial = self.scan_call(scan_kernels.scan_back, arguments, results)
         initial = initial.reshape(self.batch, self.pieces, *initial.shape[1:])[:, 0]
         return self.whole(states), self.whole(solved), initial
 
@@ -421,7 +458,18 @@ class _Calls:
     ):
         del depth
         query_gradient, key_gradient, decay_gradient, by_key = _gradients_on_hopper(
-            None, query, key, sums, beta, first, last, states, state_gradients, written, solved, *of_output
+            not self.decay_width,
+            query,
+            key,
+            sums,
+            beta,
+            first,
+            last,
+            states,
+            state_gradients,
+            written,
+            solved,
+            *of_output,
         )
         token, *_ = self.chunk_specs()
         values = token(self.value_width)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import launcher
-from pallas_kernels.linear_attention import hopper, hopper_prepare, pallas_triton
+from pallas_kernels.linear_attention import hopper, hopper_prepare, hopper_scalar, hopper_scan, pallas_triton
 from pallas_kernels.linear_attention.documents import document_starts
 
 SETTINGS = pallas_triton.Settings(interpret=True, prepare_columns=128, gradient_columns=128, scan_width=128)
@@ -44,16 +44,50 @@ def arguments_and_expected(narrow, wide, segments):
     return (query, key, sums, beta, first, last, *of_chunks), expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("documents", [[192], [20, 28, 1, 79]])
-def test_gradients_are_those_of_the_kernels_of_triton(documents):
-    arguments, expected = arguments_and_expected(*draw(documents, 1))
-    with launcher.simulated():
-        found = jax.jit(hopper.gradients)(*arguments)
-    for one, other, name in zip(found, expected, ("query", "key", "decay", "beta"), strict=True):
+def assert_near(found, expected, names, tolerance):
+    for one, other, name in zip(found, expected, names, strict=True):
         one, other = (np.asarray(array, np.float64) for array in (one, other))
         assert np.isfinite(one).all(), name
-        assert np.linalg.norm(one - other) < 2e-3 * np.linalg.norm(other), name
+        assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("documents", "is_scalar"), [([192], False), ([20, 28, 1, 79], False), ([20, 28, 1, 79], True)]
+)
+def test_gradients_are_those_of_the_kernels_of_triton(documents, is_scalar):
+    narrow, (log_decay, *wide), segments = draw(documents, 1)
+    log_decay = log_decay[..., 0] if is_scalar else log_decay
+    arguments, expected = arguments_and_expected(narrow, [log_decay, *wide], segments)
+    with launcher.simulated():
+        found = jax.jit((hopper_scalar if is_scalar else hopper).gradients)(*arguments)
+    assert_near(found, expected, ("query", "key", "decay", "beta"), 2e-3)
+
+
+@jax.jit
+def carried_by_triton(narrow, wide, segments):
+    """What `scan` reads, its results of both kinds, what `scan_back` reads and its results, interpreted."""
+    query, key, value, output_gradient = narrow
+    log_decay, beta, state, last_gradient = wide
+    first, last = pallas_triton._document_bounds(document_starts(segments))
+    call = pallas_triton._Calls(SETTINGS, query, value, log_decay)
+    products, inverse, *_, parts = call.prepare(query, key, value, log_decay, beta, first, last)
+    forward = parts.from_state, parts.from_value, parts.reading, parts.writing, parts.kept, products, state
+    results = *call.scan(parts, products, state), *call.scan(parts, products, state, keep_states=True)
+    back = parts.from_state, parts.reading, parts.writing, parts.kept, products, inverse, output_gradient
+    gradients = call.scan_back(parts, products, inverse, output_gradient, last_gradient)
+    return forward, results, (*back, last_gradient), gradients
+
+
+@pytest.mark.slow
+def test_states_are_carried_as_by_the_kernels_of_triton():
+    forward, results, back, gradients = carried_by_triton(*draw([20, 28, 1, 79, 128], 1))
+    with launcher.simulated():
+        output, last = jax.jit(lambda *arrays: hopper_scan.scan(*arrays, keep_states=False))(*forward)
+        states, written = jax.jit(lambda *arrays: hopper_scan.scan(*arrays, keep_states=True))(*forward)
+        found = jax.jit(hopper_scan.scan_back)(*back)
+    assert_near((output, last, states, written), results, ("output", "last", "states", "written"), 2e-3)
+    assert_near(found, gradients, ("state gradients", "solved", "first"), 2e-3)
 
 
 @jax.jit
@@ -75,10 +109,8 @@ def test_what_tokens_read_and_write_is_that_of_the_kernels_of_triton(is_scalar):
     with launcher.simulated():
         products, inverse, sums, depth, parts = jax.jit(hopper_prepare.prepare)(*arguments)
     assert is_scalar or 0 < float(depth.max()) < 110
-    for one, other in zip((products, inverse, sums, *parts), expected, strict=True):
-        one, other = (np.asarray(array, np.float64) for array in (one, other))
-        assert np.isfinite(one).all()
-        assert np.linalg.norm(one - other) <= 1e-3 * np.linalg.norm(other)
+    names = ("products", "inverse", "sums", "from state", "from value", "reading", "writing", "kept")
+    assert_near((products, inverse, sums, *parts), expected, names, 1e-3)
 
 
 def test_widths_the_kernel_cannot_take_are_said():

@@ -75,12 +75,15 @@ def expected(arrays, segments, gradients):
         return jax.tree.map(np.asarray, run(reference.delta_rule)(arrays, jnp.asarray(segments), gradients))
 
 
-def check(found, arrays, segments, gradients, tolerance):
+def check(found, arrays, segments, gradients, tolerance, **looser):
+    too_large = {}
     for name, one, other in zip(NAMES, found, expected(arrays, segments, gradients), strict=True):
         one = np.asarray(one, np.float64)
         assert np.isfinite(one).all(), name
         error = np.linalg.norm(one - other) / max(np.linalg.norm(other), 1e-30)
-        assert error < tolerance, (name, error)
+        if error >= looser.get(name, tolerance):
+            too_large[name] = float(error)
+    assert not too_large
 
 
 @pytest.mark.parametrize("is_scalar", [False, True])
@@ -160,18 +163,26 @@ def test_rows_are_split_only_where_few_heads_leave_the_gpu_idle(monkeypatch):
         jax.eval_shape(lambda array: found.append(calls(array).pieces), array)
         return found[0]
 
-    assert [pieces(32768, heads) for heads in (1, 2, 4, 8, 9, 32)] == [32, 16, 8, 4, 1, 1]
+    assert [pieces(32768, heads) for heads in (1, 2, 4, 8, 9, 17, 32)] == [16, 16, 16, 8, 4, 1, 1]
     assert pieces(1024, 1) == 1
 
 
 def test_what_the_kernels_cannot_take_is_said():
     query = jnp.zeros((1, 64, 2, 128), jnp.bfloat16)
-    assert pallas_triton.reason_against(query, query) == "needs a Hopper GPU (compute capability 9.0)"
+    assert pallas_triton.reason_against(query, query, query) == "needs a Hopper GPU (compute capability 9.0)"
     with launcher.simulated():
-        assert pallas_triton.reason_against(query, query) is None
-        wide = query.astype(jnp.float32)
-        assert "bfloat16 queries, keys and values, got float32" in pallas_triton.reason_against(wide, query)
-        assert "widths of 64 or 128, got 96 and 128" in pallas_triton.reason_against(query[..., :96], query)
+        assert pallas_triton.reason_against(query, query, query) is None
+        for wide in range(3):
+            arrays = [query.astype(jnp.float32) if place == wide else query for place in range(3)]
+            assert "needs bfloat16 queries, keys and values, got " in pallas_triton.reason_against(*arrays)
+        narrow = query[..., :96]
+        assert "widths of 64 or 128, got 96 and 128" in pallas_triton.reason_against(narrow, narrow, query)
+        assert "widths of 64 or 128, got 128 and 96" in pallas_triton.reason_against(query, query, narrow)
+        for shape in ((70000, 1, 1, 64), (2, 1, 70000, 64), (1200, 1, 500, 64)):
+            found = []
+            many = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            jax.eval_shape(lambda many, found=found: found.append(pallas_triton.reason_against(many, many, many)), many)
+            assert found == [f"numbers places in 31 bits, too few for {shape[0]} rows of {shape[2]} heads"]
     arrays, segments, _ = draw(16, [16])
     with pytest.raises(ValueError, match="'pallas' of delta_rule needs a Hopper GPU"):
         delta_rule(*arrays[:5], jnp.asarray(segments), implementation="pallas")
@@ -195,7 +206,7 @@ def test_the_choice_of_the_plain_form_is_logged_once(caplog):
     [
         (True, 2, pallas_triton.Settings()),
         (False, 1, pallas_triton.Settings()),
-        (False, 1, pallas_triton.Settings(pieces=2, is_scalar_on_hopper=True)),
+        (False, 1, pallas_triton.Settings(pieces=2)),
     ],
 )
 def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(by_channel, key_heads, settings):
@@ -213,41 +224,43 @@ def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(by_channel, ke
     shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         text = jax.jit(step).lower(*shapes).compile().as_text()
-    split = ("carry", "carry_identity", "carry_back") if settings.pieces == 2 else ()
-    on_hopper = (
-        ("value_gradients", "key_gradients_mosaic_gpu", "prepare_chunks_mosaic_gpu", "prepare_again")
-        if by_channel
-        else ()
-    )
-    for kernel in ("prepare", "parts_of_tokens", "scan", "scan_back", "gradients", *on_hopper, *split):
-        assert f'"{kernel}' in text or kernel in text
+    kernels = ["prepare_chunks", "scan_chunks", "scan_states", "scan_chunks_back", "parts_of_tokens", "value_gradients"]
+    kernels += ["key_gradients", "prepare_again", "gradients"] if by_channel else ["key_gradients_scalar"]
+    kernels += ["carry", "carry_identity", "carry_back"] if settings.pieces == 2 else []
+    for kernel in kernels:
+        assert f'"{kernel}"' in text or f"{kernel}_mosaic_gpu" in text, kernel
+
+
+def check_on_a_gpu(rule, lengths, by_channel, key_heads):
+    """Near float64, and bitwise the same twice. All lengths in one program, which compiles equal kernels once.
+
+    The gradients of beta and of one decay a head are one number a token, of sums whose terms cancel: few tokens leave
+    few of them to the norm, and fewer digits.
+    """
+    rules = jax.jit(lambda cases: [run(rule)(*case) for case in cases])
+    for decay in DECAYS:
+        cases = [
+            draw(length, [3, 60, 1, length], decay, key_heads=key_heads, by_channel=by_channel, widths=(128, 128))
+            for length in lengths
+        ]
+        for length, case, found, again in zip(lengths, cases, rules(cases), rules(cases), strict=True):
+            looser = ({"beta": 8e-3} if length == 1 else {}) | ({} if by_channel else {"log_decay": 8e-3})
+            check(found, *case, tolerance=5e-3, **looser)
+            for one, other in zip(found, again, strict=True):
+                np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
-@pytest.mark.parametrize("length", [1, 15, 64, 65, 1000])
+@pytest.mark.parametrize("lengths", [(1, 15, 16, 63, 64), (65, 1000)])
 @pytest.mark.parametrize(("by_channel", "key_heads"), [(True, 2), (False, 1)])
-def test_results_on_a_gpu_are_near_float64_and_bitwise_repeatable(length, by_channel, key_heads):
-    rule = run(functools.partial(delta_rule, implementation="pallas"))
-    for decay in DECAYS:
-        documents = [3, 60, 1, length]
-        arguments = draw(length, documents, decay, key_heads=key_heads, by_channel=by_channel, widths=(128, 128))
-        found, again = (rule(*arguments) for _ in range(2))
-        check(found, *arguments, tolerance=8e-3)
-        for one, other in zip(found, again, strict=True):
-            np.testing.assert_array_equal(one, other)
+def test_results_on_a_gpu_are_near_float64_and_bitwise_repeatable(lengths, by_channel, key_heads):
+    check_on_a_gpu(functools.partial(delta_rule, implementation="pallas"), lengths, by_channel, key_heads)
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
 @pytest.mark.parametrize(("by_channel", "key_heads"), [(True, 2), (False, 1)])
-def test_what_is_not_the_default_yet_is_near_float64_on_a_gpu_and_bitwise_repeatable(by_channel, key_heads):
-    settings = pallas_triton.Settings(pieces=4, is_scalar_on_hopper=True)
-    rule = run(functools.partial(pallas_triton.delta_rule, settings=settings))
-    for decay in DECAYS:
-        documents = [3, 60, 1, 960]
-        arguments = draw(1024, documents, decay, key_heads=key_heads, by_channel=by_channel, widths=(128, 128))
-        found, again = (rule(*arguments) for _ in range(2))
-        check(found, *arguments, tolerance=8e-3)
-        for one, other in zip(found, again, strict=True):
-            np.testing.assert_array_equal(one, other)
+def test_a_row_split_over_a_gpu_is_near_float64_and_bitwise_repeatable(by_channel, key_heads):
+    settings = pallas_triton.Settings(pieces=4)
+    check_on_a_gpu(functools.partial(pallas_triton.delta_rule, settings=settings), (1024,), by_channel, key_heads)
