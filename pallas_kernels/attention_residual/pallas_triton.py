@@ -40,7 +40,7 @@ class Options(NamedTuple):
 
 def reason_against(sources: tuple[jax.Array, ...]) -> str | None:
     """Why the kernels cannot take such sources; None if they can."""
-    if not launcher.is_hopper():
+    if not launcher.is_hopper() or launcher.is_simulated():
         return "needs a Hopper GPU (compute capability 9.0)"
     if sources[0].dtype != jnp.bfloat16:
         return f"needs bfloat16 sources, got {sources[0].dtype}"

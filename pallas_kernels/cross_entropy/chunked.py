@@ -68,6 +68,7 @@ def evaluate(
     order = jnp.pad(order, (0, num_chunks * chunk_tokens - num_tokens), constant_values=num_tokens)
     num_counted = jnp.sum(weights != 0, dtype=jnp.int32)
     offset = 0 if vocabulary_axis is None else lax.axis_index(vocabulary_axis) * head.shape[1]
+    is_whole = vocabulary_axis is None or lax.axis_size(vocabulary_axis) == 1
     measure, differentiate = xla.measure, xla.differentiate
     if options.kernels is not None:
         measure = functools.partial(pallas_triton.measure, settings=options.kernels)
@@ -87,10 +88,12 @@ def evaluate(
         # Sums are wide whatever they are stored in; a conversion of its own would hold both.
         logits = jnp.einsum("td,dw->tw", rows, head, preferred_element_type=options.logits_dtype)
         to_logits = None
-        if options.kernels is not None and to_hidden is not None and vocabulary_axis is None:
+        if options.kernels is not None and to_hidden is not None and is_whole:
             to_logits, log_total, target_logit = pallas_triton.measure_and_differentiate(
                 logits, target, weight, hidden.dtype, options.soft_cap, options.z_loss, options.kernels
             )
+            # Over one device: no sum, but from here on they count as equal on all of the axis.
+            log_total, target_logit = over(lax.psum, log_total), over(lax.psum, target_logit)
         else:
             largest, total, target_logit = measure(logits, target, options.soft_cap)
             largest_of_all = over(lax.pmax, largest)

@@ -29,7 +29,7 @@ class Settings(NamedTuple):
 
 def reason_against(hidden: jax.Array, head: jax.Array, chunk_tokens: int) -> str | None:
     """Why the kernels cannot take such arrays; None if they can."""
-    if not launcher.is_hopper():
+    if not launcher.is_hopper() or launcher.is_simulated():
         return "needs a Hopper GPU (compute capability 9.0)"
     if hidden.dtype != jnp.bfloat16 or head.dtype != jnp.bfloat16:
         return f"needs bfloat16 hidden values and head, got {hidden.dtype} and {head.dtype}"

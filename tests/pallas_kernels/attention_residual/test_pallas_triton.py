@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import launcher
 from pallas_kernels.attention_residual import pallas_triton, xla
 from pallas_kernels.attention_residual.api import attention_residual
 
@@ -35,6 +36,12 @@ def draw(num_sources, shape, width, seed=0):
     norm_scale, query = (jnp.asarray(random.normal(size=width), jnp.float32) for _ in range(2))
     cotangent = jnp.asarray(random.normal(size=(*shape, width)), jnp.bfloat16)
     return (sources, norm_scale, query * width**-0.5), cotangent
+
+
+def test_where_mosaic_kernels_are_simulated_these_are_not_taken():
+    (sources, *_), _ = draw(2, (3,), 64)
+    with launcher.simulated():
+        assert pallas_triton.reason_against(sources) == "needs a Hopper GPU (compute capability 9.0)"
 
 
 def differentiated(mix, arrays, is_live, cotangent):
@@ -85,6 +92,7 @@ def test_what_the_kernels_cannot_take_is_said():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_forward_and_backward_compile_without_a_gpu_inside_shard_map():
     pytest.importorskip("jax_cuda13_plugin")
     from jax.experimental import topologies

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import launcher
 from pallas_kernels.cross_entropy import chunked, pallas_triton, reference
 from pallas_kernels.cross_entropy.api import cross_entropy, cross_entropy_and_gradients
 
@@ -33,6 +34,12 @@ def draw(tokens, width, vocabulary, counted, seed=0):
     weights[random.permutation(tokens)[:counted]] = random.uniform(0.5, 2, counted)
     targets = np.where(weights == 0, -100, random.integers(0, vocabulary, tokens)).astype(np.int32)
     return hidden, head, jnp.asarray(targets), jnp.asarray(weights)
+
+
+def test_where_mosaic_kernels_are_simulated_these_are_not_taken():
+    hidden, head, *_ = draw(4, 16, 32, 4)
+    with launcher.simulated():
+        assert pallas_triton.reason_against(hidden, head, 4) == "needs a Hopper GPU (compute capability 9.0)"
 
 
 def differentiated(loss_of, cotangent, hidden, head, targets, weights):
@@ -85,6 +92,36 @@ def test_interpreted_kernels_are_near_float64_in_loss_and_gradients(tokens, coun
         assert max(errors(found, -3.0, arrays, **settings)) < tolerance
 
 
+def test_a_vocabulary_axis_of_one_device_takes_one_pass_over_the_logits():
+    from jax.sharding import PartitionSpec
+
+    arrays = draw(13, 8, 64, 9)
+    options = chunked.Options(
+        chunk_tokens=4,
+        vocabulary_axis="tensor",
+        is_head_trained=True,
+        head_gradient_dtype=np.dtype(np.float32),
+        logits_dtype=np.dtype(np.float32),
+        soft_cap=None,
+        z_loss=0.0,
+        kernels=pallas_triton.Settings(interpret=True, block=16),
+    )
+    outputs = PartitionSpec(), PartitionSpec(), PartitionSpec(None, "tensor")
+    run = jax.jit(
+        jax.shard_map(
+            partial(differentiated, partial(chunked.cross_entropy, options), 2.0),
+            mesh=jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,)),
+            in_specs=(PartitionSpec(), PartitionSpec(None, "tensor"), PartitionSpec(), PartitionSpec()),
+            out_specs=outputs,
+            # Interpreted kernels do not say over which axes their values vary.
+            check_vma=False,
+        )
+    )
+    assert max(errors(run(*arrays), 2.0, arrays)) < 4e-3
+    text = str(run.trace(*arrays).jaxpr)
+    assert "cross_entropy_measure_and_differentiate" in text and "cross_entropy_differentiate" not in text
+
+
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 def test_passes_over_a_part_of_the_vocabulary_equal_the_pass_over_all(soft_cap):
     """What a vocabulary split over devices takes one by one."""
@@ -128,6 +165,7 @@ def test_what_the_kernels_cannot_take_is_said():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_a_step_compiles_without_a_gpu_and_holds_one_chunk_of_logits():
     """Also inside `shard_map`, the vocabulary split over two devices."""
     pytest.importorskip("jax_cuda13_plugin")
