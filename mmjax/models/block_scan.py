@@ -5,7 +5,6 @@ changes no more, and one that is not finished takes no part: those there are at 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mmjax.models.stack import together
+from mmjax.models.conditional import Pullback, without_known
+from mmjax.parallel.conditions import together
 from mmjax.parallel.fsdp import varying_like
 
 Sums = tuple[jax.Array, ...]
@@ -26,29 +26,6 @@ class TakingPart(NamedTuple):
     """int32: the first so many of the blocks' sums."""
     is_live: jax.Array | None
     """bool: whether the running sum takes part in the first mix; not where the layer begins a block. None: it does."""
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Pullback:
-    """How the layers of one position go backward, without the arrays that it takes."""
-
-    structure: Any
-    sources: tuple[int | None, ...]
-    """Of each of its arrays, which one of those known in the backward pass it is; None: it is kept."""
-
-    def call(self, known: Any, kept: list[jax.Array], gradients: Any) -> tuple:
-        leaves, following = jax.tree.leaves(known), iter(kept)
-        arrays = [next(following) if source is None else leaves[source] for source in self.sources]
-        return jax.tree.unflatten(self.structure, arrays)(gradients)
-
-
-def _without_known(pullback: Any, known: Any) -> tuple[_Pullback, list[jax.Array]]:
-    """`pullback` of `jax.vjp`, and those of its arrays that are none of `known`."""
-    places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(known))}
-    arrays, structure = jax.tree.flatten(pullback)
-    sources = tuple(places.get(id(array)) for array in arrays)
-    return _Pullback(structure, sources), [array for array in arrays if id(array) not in places]
 
 
 def scan_across_blocks(
@@ -105,7 +82,7 @@ def scan_across_blocks(
         return loop(run_layer, trained, others, running_sum, finished, shared)
 
     def forward(trained: tuple, others: tuple, running_sum: jax.Array, finished: Sums, shared: Any):
-        pullbacks: dict[int, _Pullback] = {}
+        pullbacks: dict[int, Pullback] = {}
 
         def run_and_keep(position, trained, others, running_sum, sums, part, shared):
             def differentiated(trained, running_sum, sums):
@@ -113,7 +90,7 @@ def scan_across_blocks(
                 return (running_sum, _real(record)), record
 
             (running_sum, _), pullback, record = jax.vjp(differentiated, trained, running_sum, sums, has_aux=True)
-            pullbacks[position], kept = _without_known(pullback, (trained, others, sums, shared))
+            pullbacks[position], kept = without_known(pullback, (trained, others, sums, shared))
             return running_sum, (record, kept)
 
         running_sum, sums, results = loop(run_and_keep, trained, others, running_sum, finished, shared)

@@ -5,26 +5,11 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
-from jax.extend.core import Primitive
-from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import mlir
+
+from mmjax.parallel.conditions import together
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 Tree = TypeVar("Tree")
-
-
-# `lax.optimization_barrier` would have all arrays vary over the mesh axes that any of them varies over.
-_barrier = Primitive("barrier")
-_barrier.multiple_results = True
-_barrier.def_impl(lambda *arrays: arrays)
-_barrier.def_abstract_eval(lambda *arrays: arrays)
-mlir.register_lowering(_barrier, lambda _, *arrays: stablehlo.OptimizationBarrierOp(arrays).results)
-
-
-def together(tree: Tree) -> Tree:
-    """`tree` as it is, once all of its arrays are there. Not differentiable."""
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _barrier.bind(*leaves))
 
 
 @jax.custom_vjp

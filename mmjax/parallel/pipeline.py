@@ -1,7 +1,6 @@
 """A schedule's table carried out: a scan over its ticks, with two exchanges between neighbouring stages in each."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from mmjax.axes import PIPE
+from mmjax.parallel.conditions import run_once, together
 from mmjax.parallel.fsdp import varying_like
 from mmjax.parallel.pipeline_schedule import Kind, Operation, Schedule
 
@@ -28,6 +28,8 @@ class Work(NamedTuple):
     """int32."""
     stage: jax.Array
     """int32."""
+    kept: jax.Array
+    """int32: the slot for what the stage keeps of this micro-batch."""
 
 
 Operate = Callable[[Any, Work], tuple[Any, Message, Message]]
@@ -41,18 +43,23 @@ def run_schedule(
     totals: Any,
     message: Message,
     is_needed: Callable[[int, int], bool],
+    *,
+    runs_again: bool = True,
 ) -> Any:
     """`totals` after all ticks. Inside `shard_map`; every device of the pipe axis runs it.
 
     `operation_of(kind, stage)` is the index in `operations` of what the stage does, None if there is nothing to do; an
     operation may hold collectives over the other mesh axes, since all devices of a stage do the same. `message` gives
-    shapes, and zeros; `is_needed(stage, number)` says whether a stage wants that array of it: if not it is not sent.
+    shapes, and zeros; `is_needed(stage, number)` says whether a stage wants that array of it. `runs_again`: backward
+    passes need the inputs of their stages too.
 
-    With latency 2 what a tick computed travels during the next tick: neither waits for the other. Inputs stay in a
-    buffer of as many slots as the schedule needs, from their arrival until their last use. Where forward and backward
-    passes take turns, each tick sends in one direction alone: of two exchanges at a time XLA hides one.
+    With latency 2 what a tick computed travels during the next tick: neither waits for the other. All arrays of a
+    message go as one over all borders then, and where forward and backward passes take turns, each tick sends in one
+    direction alone: of several exchanges at a time XLA hides one. With latency 1 an array crosses those borders only
+    behind which it is needed. Inputs stay in a buffer of as many slots as the schedule needs, from their arrival until
+    their last use.
     """
-    slots, device = schedule.slots(), lax.axis_index(PIPE)
+    slots, device = schedule.slots(runs_again=runs_again), lax.axis_index(PIPE)
     pairs = [_pairs(schedule, number, is_needed) for number in range(len(message))]
     assert schedule.num_devices == lax.axis_size(PIPE)
 
@@ -78,20 +85,27 @@ def run_schedule(
         "stage": column(table(lambda d, o: schedule.stage_of(d, o.chunk))),
         **{
             name: column(getattr(slots, name))
-            for name in ("stored_input", "stored_cotangent", "used_input", "used_cotangent")
+            for name in ("stored_input", "stored_cotangent", "used_input", "used_cotangent", "kept")
         },
     }
 
-    def buffer(num_slots: int) -> Message:
-        return tuple(varying_like(jnp.zeros((max(1, num_slots), *m.shape), m.dtype), m) for m in message)
+    def buffer(slots_of_device: Sequence[int], step: int) -> Message:
+        """Slots of each array for the device that keeps most of it, of those that get it from `step` devices before."""
+        numbers = [
+            max([slots_of_device[(receiver + min(0, step)) % len(slots_of_device)] for _, receiver in pairs[number]])
+            if pairs[number]
+            else 1
+            for number in range(len(message))
+        ]
+        return tuple(
+            varying_like(jnp.zeros((max(1, n), *m.shape), m.dtype), m) for n, m in zip(numbers, message, strict=True)
+        )
 
     def travel(sent: set[Kind], output: Message, cotangent: Message) -> tuple[Message | None, Message | None]:
         """What arrives from the stages before and behind, of ticks that do what is in `sent`."""
-        there = back = None
-        if Kind.FORWARD in sent:
-            there = tuple(_send(leaf, pairs[number]) for number, leaf in enumerate(output))
-        if Kind.BACKWARD in sent:
-            back = tuple(_send(leaf, [(b, a) for a, b in pairs[number]]) for number, leaf in enumerate(cotangent))
+        turned = [[(b, a) for a, b in of_array] for of_array in pairs]
+        there = _exchange(output, pairs, schedule.latency == 2) if Kind.FORWARD in sent else None
+        back = _exchange(cotangent, turned, schedule.latency == 2) if Kind.BACKWARD in sent else None
         return there, back
 
     def run_tick(state: tuple, tick: dict[str, jax.Array], turn: int) -> tuple:
@@ -102,9 +116,17 @@ def run_schedule(
             _read(cotangents, tick["used_cotangent"]),
             tick["micro_batch"],
             tick["stage"],
+            tick["kept"],
         )
-        able = {number: operations[number] for number in sorted(set(chosen[turn::period].flatten().tolist()) - {-1})}
-        totals, *results = _do(able, tick["operation"], totals, message, work)
+        in_turn = chosen[turn::period]
+        state = (totals, message, message)
+        for number in sorted(set(in_turn.flatten().tolist()) - {-1}):
+            share = int((in_turn == number).sum()), in_turn.size
+            state = run_once(tick["operation"] == number, _of_state(operations[number]), state, work, share)
+        totals, *results = state
+        if arriving:
+            # Until the operation has ended: XLA would start the transfer only then.
+            arriving, results = together((arriving, tuple(results)))
         arriving_input, arriving_cotangent = arriving or travel(kinds[turn], *results)
         if arriving_input is not None:
             inputs = _store(inputs, tick["stored_input"], arriving_input)
@@ -118,7 +140,8 @@ def run_schedule(
         return state, None
 
     leaving = (message, message) if schedule.latency == 2 else ()
-    state = (totals, buffer(slots.num_inputs), buffer(slots.num_cotangents), *leaving)
+    buffers = buffer(slots.inputs_of_device, 1), buffer(slots.cotangents_of_device, -1)
+    state = (totals, *buffers, *leaving)
     (totals, *_), _ = lax.scan(run_turns, state, ticks)
     return totals
 
@@ -135,22 +158,9 @@ def _kinds_in_turn(schedule: Schedule) -> list[set[Kind]]:
     return [even | odd]
 
 
-def _do(able: Mapping[int, Operate], number: jax.Array, totals: Any, message: Message, work: Work) -> tuple:
-    """(totals, output, gradient for the stage before) after operation `number`, or after nothing if it is none of them.
-
-    A loop that runs once or not at all stands for each condition: it adds to the totals in place, where a conditional's
-    results are buffers of their own, copied back in every tick.
-    """
-
-    def once(state: tuple, operate: Operate) -> tuple:
-        is_left, totals, *_ = state
-        return jnp.zeros_like(is_left), *operate(totals, work)
-
-    state = (totals, message, message)
-    for index, operate in able.items():
-        is_chosen = number == index
-        _, *state = lax.while_loop(lambda s: s[0], functools.partial(once, operate=operate), (is_chosen, *state))
-    return tuple(state)
+def _of_state(operate: Operate) -> Callable[[tuple, Work], tuple]:
+    """An operation as one that takes and gives (totals, output, gradient for the stage before)."""
+    return lambda state, work: operate(state[0], work)
 
 
 def _pairs(schedule: Schedule, number: int, is_needed: Callable[[int, int], bool]) -> list[tuple[int, int]]:
@@ -160,8 +170,11 @@ def _pairs(schedule: Schedule, number: int, is_needed: Callable[[int, int], bool
     return sorted(((receiver - 1) % devices, receiver) for receiver in receivers)
 
 
-def _send(leaf: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    return lax.ppermute(leaf, PIPE, pairs) if pairs else leaf
+def _exchange(arrays: Message, pairs: list[list[tuple[int, int]]], as_one: bool) -> Message:
+    if as_one and len(arrays) > 1:
+        # The running sum crosses every border.
+        return tuple(lax.ppermute(jnp.stack(arrays), PIPE, pairs[0]))
+    return tuple(lax.ppermute(leaf, PIPE, p) if p else leaf for leaf, p in zip(arrays, pairs, strict=True))
 
 
 def _alike(operate: Operate, totals: Any, message: Message) -> Operate:

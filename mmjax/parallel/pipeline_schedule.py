@@ -20,7 +20,7 @@ import dataclasses
 import enum
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -62,8 +62,34 @@ class Slots:
     used_input: np.ndarray
     """Slot that the tick's operation reads. A first stage has no input, a last one no cotangent."""
     used_cotangent: np.ndarray
-    num_inputs: int
-    num_cotangents: int
+    kept: np.ndarray
+    """Slot of what a forward pass keeps inside its stage, from then until its last use."""
+    inputs_of_device: tuple[int, ...]
+    cotangents_of_device: tuple[int, ...]
+    kept_of_device: tuple[int, ...]
+
+    @property
+    def num_inputs(self) -> int:
+        return max(self.inputs_of_device)
+
+    @property
+    def num_cotangents(self) -> int:
+        return max(self.cotangents_of_device)
+
+
+class _Places:
+    """Numbered places of each device, as few as are taken at one time."""
+
+    def __init__(self, num_devices: int):
+        self.free_from: list[list[int]] = [[] for _ in range(num_devices)]
+        """Of each place: the tick of its last use."""
+
+    def take(self, device: int, since: int, last_use: int) -> int:
+        """A place that nothing uses behind tick `since`, taken until `last_use`."""
+        free = self.free_from[device]
+        place = next((number for number, tick in enumerate(free) if tick <= since), len(free))
+        free[place : place + 1] = [last_use]
+        return place
 
 
 @dataclass(frozen=True)
@@ -119,8 +145,8 @@ class Schedule:
             peaks.append(peak)
         return peaks
 
-    def _last_use(self, micro_batch: int, stage: int) -> int:
-        return max(tick for kind in Kind if (tick := self.done.get((kind, micro_batch, stage))) is not None)
+    def _last_use(self, micro_batch: int, stage: int, users: Iterable[Kind] = Kind) -> int:
+        return max(tick for kind in users if (tick := self.done.get((kind, micro_batch, stage))) is not None)
 
     def check(self, kinds: Sequence[Kind]) -> None:
         """Raise ValueError unless each stage does each of `kinds` once for each micro-batch, after what it needs."""
@@ -142,37 +168,54 @@ class Schedule:
         is_last = stage == self.num_stages - 1
         return [(Kind.FORWARD, stage, 1)] + ([] if is_last else [(Kind.BACKWARD, stage + 1, self.latency)])
 
-    def slots(self) -> Slots:
-        """A place for everything that travels, from its arrival to its last use; as few places as that needs."""
+    def slots(self, *, runs_again: bool = True) -> Slots:
+        """A place for everything that travels, from its arrival to its last use; as few places as that needs.
+
+        Where a backward pass does not run its stage again, an input's last use is its forward pass.
+        """
         shape = (len(self.ticks), self.num_devices)
         stored = {kind: np.full(shape, -1, np.int32) for kind in (Kind.FORWARD, Kind.BACKWARD)}
         used = {kind: np.full(shape, -1, np.int32) for kind in (Kind.FORWARD, Kind.BACKWARD)}
         numbers = {}
         for kind, step in ((Kind.FORWARD, 1), (Kind.BACKWARD, -1)):
+            users = tuple(Kind) if kind is Kind.FORWARD else (Kind.BACKWARD, Kind.WEIGHT)
+            users = users if runs_again or kind is Kind.BACKWARD else (Kind.FORWARD,)
             # (arrival, last use, device, micro-batch, stage); what arrives in a tick is there from its end on.
             stays = sorted(
-                (tick + self.latency - 1, self._last_use(m, stage + step), (stage + step) % self.num_devices, m, stage)
+                (
+                    tick + self.latency - 1,
+                    self._last_use(m, stage + step, users),
+                    (stage + step) % self.num_devices,
+                    m,
+                    stage,
+                )
                 for (sent, m, stage), tick in self.done.items()
                 if sent is kind and 0 <= stage + step < self.num_stages
             )
-            free_from: list[list[int]] = [[] for _ in range(self.num_devices)]
+            placing = _Places(self.num_devices)
             for arrival, last_use, device, micro_batch, sender in stays:
-                free = free_from[device]
-                slot = next((s for s, tick in enumerate(free) if tick <= arrival), len(free))
-                free[slot : slot + 1] = [last_use]
+                slot = placing.take(device, arrival, last_use)
                 stored[kind][arrival, device] = slot
-                users = Kind if kind is Kind.FORWARD else (Kind.BACKWARD, Kind.WEIGHT)
                 for user in users:
                     if (tick := self.done.get((user, micro_batch, sender + step))) is not None:
                         used[kind][tick, device] = slot
-            numbers[kind] = max(map(len, free_from))
+            numbers[kind] = tuple(map(len, placing.free_from))
+        kept, placing = np.full(shape, -1, np.int32), _Places(self.num_devices)
+        for (kind, micro_batch, stage), tick in sorted(self.done.items(), key=lambda item: item[1]):
+            if kind is Kind.FORWARD:
+                slot = placing.take(stage % self.num_devices, tick - 1, self._last_use(micro_batch, stage))
+                for user in Kind:
+                    if (tick := self.done.get((user, micro_batch, stage))) is not None:
+                        kept[tick, stage % self.num_devices] = slot
         return Slots(
             stored_input=stored[Kind.FORWARD],
             stored_cotangent=stored[Kind.BACKWARD],
             used_input=used[Kind.FORWARD],
             used_cotangent=used[Kind.BACKWARD],
-            num_inputs=numbers[Kind.FORWARD],
-            num_cotangents=numbers[Kind.BACKWARD],
+            kept=kept,
+            inputs_of_device=numbers[Kind.FORWARD],
+            cotangents_of_device=numbers[Kind.BACKWARD],
+            kept_of_device=tuple(map(len, placing.free_from)),
         )
 
     def lines(self) -> list[str]:

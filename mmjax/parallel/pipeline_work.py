@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mmjax.config import RunConfig
+from mmjax.config import ModelConfig, RunConfig
 from mmjax.parallel.pipeline_schedule import Kind, Operation, Schedule, make_schedule
 from mmjax.planner.stages import part_flops
 
@@ -39,6 +39,11 @@ def schedule_of(config: RunConfig) -> Schedule:
     )
 
 
+def keeps_layers(model: ModelConfig) -> bool:
+    """Whether stages keep the input of each of their layers, all as one program; else their own input alone."""
+    return model.layer_loops == "whole" and not model.vision.deep_layers
+
+
 def latency_of(config: RunConfig) -> int:
     """After how many ticks a stage can use what its neighbour computed."""
     return 2 if config.training.pipeline_transfer == "hidden" else 1
@@ -53,6 +58,9 @@ def count_work(config: RunConfig) -> PipelineWork:
         forward                       f; nothing on the last stage, whose backward pass holds it
         backward                      f + g + 2 f
         split: input, weights         f + g + f,  f + g + 2 f: both run the stage again
+
+    Where each layer's input is kept (`keeps_layers`), the last stage has a forward pass, its head left to the backward
+    pass, and no backward pass has the first f.
     """
     schedule, data = schedule_of(config), config.data
     rows = data.rows / config.training.accumulation / _row_devices(config)
@@ -60,6 +68,7 @@ def count_work(config: RunConfig) -> PipelineWork:
     again = 1 if config.model.remat == "layer" else 0
     is_shared = config.training.pipeline_edges == "data_parallel"
     last, end, stages = schedule.num_stages - 1, 0, []
+    is_kept = keeps_layers(config.model)
     for number, num_layers in enumerate(config.model.pipeline_stages):
         repeated = sum(parts.layers[end : end + num_layers])
         repeated += parts.tower if number == 0 and not is_shared else 0
@@ -69,17 +78,18 @@ def count_work(config: RunConfig) -> PipelineWork:
     def flops(device: int, operation: Operation) -> float:
         number = schedule.stage_of(device, operation.chunk)
         whole, repeated = stages[number]
+        more = again - is_kept
         match operation.kind:
             case Kind.IDLE:
                 return 0.0
             case Kind.FORWARD:
-                return 0.0 if number == last else rows * whole
+                return rows * repeated if is_kept else 0.0 if number == last else rows * whole
             case Kind.BACKWARD:
                 # The first stage has no input to give a gradient of, unless all stages embed.
                 is_needed = number > 0 or is_shared or not is_split
-                return rows * ((2 if is_split else 3) * whole + again * repeated) if is_needed else 0.0
+                return rows * ((2 if is_split else 3) * whole + more * repeated) if is_needed else 0.0
             case Kind.WEIGHT:
-                return rows * (3 * whole + again * repeated)
+                return rows * (3 * whole + more * repeated)
 
     ticks = [[flops(device, operation) for device, operation in enumerate(tick)] for tick in schedule.ticks]
     # Before the loop a forward pass, behind it once more from its input, and the tower's layers rematerialise always.

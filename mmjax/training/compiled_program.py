@@ -93,6 +93,12 @@ class Instruction:
         found = re.search(r'known_trip_count"?:\s*\{\\?"n\\?":\\?"(\d+)', self.attributes)
         return int(found.group(1)) if found else 1
 
+    @property
+    def runs(self) -> float:
+        """How often a loop's body runs each time that it is reached: a condition's as often as its name says."""
+        found = re.search(r"\bruns_(\d+)_of_(\d+)/while$", self.operation)
+        return int(found.group(1)) / int(found.group(2)) if found else self.trip_count
+
 
 @dataclass(frozen=True)
 class LargeResult:
@@ -150,7 +156,7 @@ class Program:
         for instruction in computation.instructions:
             match instruction.opcode:
                 case "while":
-                    yield from self._runs(instruction.attribute("body"), times * instruction.trip_count, is_conditional)
+                    yield from self._runs(instruction.attribute("body"), times * instruction.runs, is_conditional)
                 case "conditional":
                     for branch in instruction.called:
                         yield from self._runs(branch, times, True)

@@ -134,7 +134,7 @@ class ExchangeReader:
         """
         match instruction.opcode:
             case "while":
-                return instruction.trip_count * self._timeline(instruction.attribute("body")).compute
+                return instruction.runs * self._timeline(instruction.attribute("body")).compute
             case "call":
                 return sum(self._timeline(name).compute for name in instruction.called)
             case "conditional":
@@ -172,7 +172,7 @@ class ExchangeReader:
     def _exposed_inside(self, instruction: Instruction) -> float:
         match instruction.opcode:
             case "while":
-                return instruction.trip_count * self._timeline(instruction.attribute("body")).exposed
+                return instruction.runs * self._timeline(instruction.attribute("body")).exposed
             case "call":
                 return sum(self._timeline(name).exposed for name in instruction.called)
             case "conditional":

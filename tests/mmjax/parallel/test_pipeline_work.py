@@ -50,6 +50,16 @@ def test_equal_stages_wait_as_the_formula_says(transfer):
         assert work.idle_share == pytest.approx(1 - (8 * 4 * 3 + 8 * 3) / (4 * 43), rel=1e-3)
 
 
+@pytest.mark.parametrize(("schedule", "passes"), [("1f1b", 3), ("split_backward", 4)])
+def test_stages_that_keep_their_layers_inputs_run_none_of_them_again(schedule, passes):
+    config = run(pipeline_schedule=schedule)
+    model = dataclasses.replace(config.model, layer_loops="whole")
+    work = count_work(with_stages(dataclasses.replace(config, model=model)))
+    stage = 2 * sum(part_flops(config).layers[:2])
+    # Gradients of weights apart from those of inputs follow the cotangents once more; the first stage has no input.
+    assert work.computed[1:] == pytest.approx([8 * passes * stage] * 3, rel=1e-3)
+
+
 def test_what_all_stages_share_is_computed_as_often_and_waited_for_less():
     first, shared = (count_work(with_stages(with_pictures(run(edges)))) for edges in ("first_stage", "data_parallel"))
     tower = 16 * part_flops(with_pictures(run())).tower
