@@ -149,7 +149,10 @@ _OF_A_RUN = (
     *("remat", "remat_keep", "remat_offload", "loss_chunk_tokens", "layer_loops"),
     *("linear_attention.chunk_tokens", "gated_delta_net.chunk_tokens"),
     *("full_attention.query_chunk_tokens", "grouped_attention.query_chunk_tokens"),
-    *(f"moe.{name}" for name in ("transport", "exchange_chunks", "expert_axes", "capacity_factor", "overflow")),
+    *(
+        f"moe.{name}"
+        for name in ("transport", "node_devices", "exchange_chunks", "expert_axes", "capacity_factor", "overflow")
+    ),
     *("moe.router.balance_coefficient", "moe.router.z_coefficient"),
 )
 _OF_AN_INDEXER = ("full_attention.indexer.stage", "full_attention.indexer.loss_coefficient")

@@ -191,9 +191,10 @@ def _pipeline_faults(config: RunConfig) -> Iterator[Fault]:
         remedy = f"give the first stage at least {len(model.vision.deep_layers)}: deep features are added to its layers"
         yield Fault(path="model.pipeline_stages", found=f"{list(stages)}", remedy=remedy)
     expert_devices = math.prod(config.mesh.sizes[axis] for axis in axes.MESH_AXES_OF_EXPERTS[model.moe.expert_axes])
-    if model.moe.transport == "ring" and expert_devices > 1:
-        remedy = "give all_to_all: a ring's permutations wait for the devices of all stages, which do other work"
-        yield Fault(path="model.moe.transport", found=f"'ring' with mesh.pipe={pipe}", remedy=remedy)
+    if model.moe.transport in ("ring", "by_node") and expert_devices > 1:
+        remedy = "give all_to_all: its permutations would wait for the devices of all stages, which do other work"
+        found = f"{model.moe.transport!r} with mesh.pipe={pipe}"
+        yield Fault(path="model.moe.transport", found=found, remedy=remedy)
     if training.pipeline_edges == "data_parallel" and training.accumulation % pipe:
         yield Fault(
             path="training.accumulation",
@@ -222,6 +223,11 @@ def _adapter_faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault(path="audio_weights", found=found, remedy="train the whole model first, or leave the tower out")
     if config.audio_weights and not model.audio.is_present:
         yield Fault(path="audio_weights", found="weights for model.audio.num_layers=0", remedy="give the tower's sizes")
+    num_expert_devices = math.prod(mesh.sizes[axis] for axis in axes.MESH_AXES_OF_EXPERTS[moe.expert_axes])
+    if moe.resident_experts and num_expert_devices > 1:
+        found = f"{moe.resident_experts} with experts on {num_expert_devices} devices"
+        remedy = "give 0: it stands for a device without the others"
+        yield Fault(path="model.moe.resident_experts", found=found, remedy=remedy)
     if moe.expert_storage == "dense" or moe.num_dense_layers == model.num_layers:
         return
     if not config.lora.rank:
@@ -262,7 +268,7 @@ def split_sizes(model: ModelConfig) -> Iterator[tuple[str, int, str]]:
     if moe.num_dense_layers:
         yield "model.moe.dense_width", moe.dense_width, "hidden"
     if moe.num_dense_layers < model.num_layers:
-        yield "model.moe.num_experts", moe.num_experts, axes.ARRAY_AXIS_OF_EXPERTS[moe.expert_axes]
+        yield "model.moe.num_experts", moe.num_resident_experts, axes.ARRAY_AXIS_OF_EXPERTS[moe.expert_axes]
         yield "model.moe.expert_width", moe.expert_width, "expert_hidden"
         if moe.shared_hidden_width and moe.shared_width:
             yield "model.moe.shared_width", moe.shared_width, "hidden"

@@ -170,9 +170,14 @@ def _rotary_faults(rotary: RotaryConfig, path: str, largest_width: int) -> Itera
 
 def _router_faults(model: ModelConfig) -> Iterator[Fault]:
     moe, router = model.moe, model.moe.router
-    if moe.transport == "ring" and moe.exchange_chunks > 1:
-        found = f"{moe.exchange_chunks} with transport='ring'"
-        yield Fault(path="model.moe.exchange_chunks", found=found, remedy="give 1: the steps of a ring are its chunks")
+    if moe.transport in ("ring", "by_node") and moe.exchange_chunks > 1:
+        found = f"{moe.exchange_chunks} with transport={moe.transport!r}"
+        parts = "the steps of a ring" if moe.transport == "ring" else "what comes from each node"
+        yield Fault(path="model.moe.exchange_chunks", found=found, remedy=f"give 1: {parts} are its chunks")
+    if moe.resident_experts and moe.num_experts % moe.resident_experts:
+        found = f"{moe.resident_experts} with num_experts={moe.num_experts}"
+        remedy = f"give a divisor of {moe.num_experts}: {divisors_of(moe.num_experts)}, or 0"
+        yield Fault(path="model.moe.resident_experts", found=found, remedy=remedy)
     if router.balancing != "none" and not router.correction_bias:
         found = f"{router.balancing!r} with correction_bias=False"
         remedy = "balancing moves that bias: give correction_bias=True, or balancing='none'"

@@ -114,6 +114,9 @@ class IndexerConfig:
     num_heads: int = 2
     head_width: int = 16
     top_k: int = 2048
+    score_dtype: Literal["own", "float8_e4m3fn"] = "own"
+    """To select keys, queries and keys are multiplied as they are, or rounded to 8-bit floats, in training as in
+    generation. The indexer's loss takes them as they are."""
     loss_coefficient: float = 1.0
     key_norm_bias: bool = True
     key_norm_epsilon: float = 1e-5
@@ -142,6 +145,8 @@ class FullAttentionConfig:
     """Scores are multiplied by this besides key_width^-1/2."""
     query_chunk_tokens: int = 512
     """Queries whose scores exist at one time in the plain-JAX form."""
+    deterministic_gradients: bool = False
+    """Kernels of sparse attention sum the gradients of keys in integers: bitwise the same in every run, and slower."""
     indexer: IndexerConfig = field(default_factory=IndexerConfig)
 
     @property
@@ -177,6 +182,9 @@ class MoeConfig:
     """Stable LatentMoE."""
 
     num_experts: int = 16
+    resident_experts: int = 0
+    """Experts with weights of their own, 0 for all; expert e takes those of e mod so many. Times what one of several
+    devices computes whose experts get as many rows from the others as its own tokens choose."""
     experts_per_token: int = 4
     expert_width: int = 32
     latent_width: int = 32
@@ -196,13 +204,20 @@ class MoeConfig:
     """Size of the exchange buffer, as a multiple of the mean number of rows that one device sends to another."""
     overflow: Literal["rounds", "drop"] = "rounds"
     """Rows beyond the buffer: sent in further rounds until none is left, or dropped and counted."""
-    transport: Literal["all_to_all", "ring", "ragged"] = "all_to_all"
-    """How rows reach the experts: chosen rows in buffers of one size for each pair of devices; all rows passed on from
-    device to device (few devices, many experts a token); or chosen rows alone, without gaps (GPUs only)."""
+    transport: Literal["all_to_all", "by_node", "ring", "ragged"] = "all_to_all"
+    """How rows reach the experts: chosen rows in buffers of one size for each pair of devices; the same, but rows cross
+    from node to node once and are shared out there (many experts a token); all rows passed on from device to device
+    (few devices, many experts a token); or chosen rows alone, without gaps (GPUs only)."""
+    node_devices: int = 8
+    """Devices of a node, next to each other in the mesh, for `by_node`. Another number changes times, not results."""
     exchange_chunks: int = 1
-    """Equal parts of an exchange: one travels while the experts work on another. A ring has its steps instead."""
+    """Equal parts of an exchange: one travels while the experts work on another. Nodes and a ring's steps are parts."""
     expert_axes: Literal["expert", "context_and_expert"] = "expert"
     """The mesh axes that routed experts are spread over."""
+
+    @property
+    def num_resident_experts(self) -> int:
+        return self.resident_experts or self.num_experts
 
     @property
     def shared_hidden_width(self) -> int:
@@ -343,7 +358,8 @@ class ModelConfig:
     residual_block_layers: int = 4
     layer_loops: Literal["blocks", "whole"] = "blocks"
     """Layers that repeat run as one loop within their residual block, or across blocks: far fewer layers to compile in
-    a deep model, but each mix then reads the places of all sums, and memory for those not finished is taken."""
+    a deep model, but each mix then reads the places of all sums, and memory for those not finished is taken. In a
+    pipeline all stages are one program then, and stages keep the input of each of their layers."""
     norm_epsilon: float = 1e-5
     norm: Literal["rms", "layer"] = "rms"
     """Norms of the decoder: RMSNorm, or LayerNorm with a bias."""

@@ -24,12 +24,14 @@ _MAY_CHANGE = (
     "model.remat_keep",
     "model.remat_offload",
     "model.moe.transport",
+    "model.moe.node_devices",
     "model.moe.exchange_chunks",
     "model.moe.expert_axes",
     "model.loss_chunk_tokens",
     "model.linear_attention.chunk_tokens",
     "model.gated_delta_net.chunk_tokens",
     "model.full_attention.query_chunk_tokens",
+    "model.full_attention.deterministic_gradients",
     "model.grouped_attention.query_chunk_tokens",
 )
 

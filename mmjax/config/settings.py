@@ -219,6 +219,9 @@ class TrainingConfig:
     pipeline_edges: Literal["first_stage", "data_parallel"] = "first_stage"
     """Where tower and embedding run: on the first stage, or on all before the pipeline starts, each with its share of
     the micro-batches. Then no stage waits for the tower, and each keeps the embeddings of the whole step."""
+    exchanges_at_once: int = 1
+    """How many exchanges between devices XLA may have under way at a time on GPUs: links in a node and between nodes
+    work side by side, and more work lies between the start and the end of each."""
     eval_every_steps: int = 100
     """0 evaluates at the end only."""
     log_every_steps: int = 1

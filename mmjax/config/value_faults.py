@@ -18,6 +18,7 @@ _MAY_BE_ZERO = {
     "model.full_attention.query_rank",
     "model.full_attention.shared_key_width",
     *(f"model.{name}.rotary.{size}" for name in _WITH_ROTATION for size in ("width", "original_positions")),
+    "model.moe.resident_experts",
     "model.moe.latent_width",
     "model.moe.num_shared_experts",
     "model.moe.shared_width",

@@ -1,6 +1,9 @@
 """Attention of packed documents by cuDNN's fused kernels on NVIDIA GPUs, where they can take it."""
 
+import contextlib
 import functools
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +15,29 @@ from pallas_kernels.sparse_attention.api import attention
 
 MOST_DOCUMENTS = 16
 """Of a row, for cuDNN to be told where each begins: it is launched for as many, whether they are there or not."""
+WIDEST = 256
+"""Largest width of a head that cuDNN takes on Hopper, forward and backward."""
+
+
+def _cudnn() -> Any:
+    """What of JAX knows cuDNN. Its public function takes no values of another width than keys, and no offsets."""
+    return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+
+
+@contextlib.contextmanager
+def for_described_gpus() -> Iterator[None]:
+    """Within: JAX, which asks the GPU that is here what it can, takes all forms; programs may be for described GPUs."""
+    cudnn = _cudnn()
+    asks, cudnn.check_compute_capability = cudnn.check_compute_capability, lambda _: True
+    try:
+        yield
+    finally:
+        cudnn.check_compute_capability = asks
+
+
+def _asks_hopper() -> bool:
+    """Whether JAX takes what cuDNN can do on Hopper alone: it sees such a GPU, or is told to."""
+    return _cudnn().check_compute_capability("9.0")
 
 
 def reason_against(query: jax.Array, key: jax.Array, value: jax.Array) -> str | None:
@@ -22,8 +48,12 @@ def reason_against(query: jax.Array, key: jax.Array, value: jax.Array) -> str | 
         return f"needs 16-bit floats, got {query.dtype}"
     if query.shape[1] != key.shape[1]:
         return "needs the queries of whole rows"
-    if query.shape[3] != value.shape[3] or query.shape[3] % 8 or query.shape[3] > 128:
-        return f"needs one width for keys and values, a multiple of 8 up to 128, got {key.shape[3]}, {value.shape[3]}"
+    if any(width % 8 or width > WIDEST for width in (key.shape[3], value.shape[3])):
+        return f"needs widths that are multiples of 8 up to {WIDEST}, got {key.shape[3]}, {value.shape[3]}"
+    if value.shape[3] > key.shape[3]:
+        return f"needs values no wider than keys, got {value.shape[3]} and {key.shape[3]}"
+    if (key.shape[3] > 128 or key.shape[3] != value.shape[3]) and not _asks_hopper():
+        return "needs the GPU here for keys wider than 128 or than values"
     return None
 
 
@@ -48,8 +78,7 @@ def packed_attention(
     if reason is not None:
         return plain(query, key, value, segment_ids, query_positions)
     forms, most = [functools.partial(_whole_rows, scale=scale)], [1]
-    # JAX takes several documents only where it sees the GPU; a program compiled without one has the plain form instead.
-    if jax.default_backend() == "gpu":
+    if _asks_hopper():
         forms, most = [*forms, functools.partial(_several_documents, scale=scale)], [*most, MOST_DOCUMENTS]
     form = functools.reduce(jnp.add, [(jnp.max(segment_ids) > limit).astype(jnp.int32) for limit in most])
     return lax.switch(form, [*forms, plain], query, key, value, segment_ids)
@@ -64,30 +93,20 @@ def _whole_rows(
     query, key, value = (jnp.where(is_token, array, 0) for array in (query, key, value))
     # A row of padding alone is taken for one token, whose result is not used.
     length = jnp.maximum(jnp.sum(segment_ids, axis=1, dtype=jnp.int32), 1)
-    mixed = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        scale=scale,
-        is_causal=True,
-        query_seq_lengths=length,
-        key_value_seq_lengths=length,
-        implementation="cudnn",
-    )
-    return jnp.where(is_token, mixed, 0)
+    return jnp.where(is_token, _by_cudnn(query, key, value, scale=scale, q_seqlen=length, kv_seqlen=length), 0)
 
 
 def _several_documents(
     query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, scale: float
 ) -> jax.Array:
     """Rows of at most `MOST_DOCUMENTS`, numbered from 1 on, one behind the other, and padding of number 0 behind."""
-    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
-
     is_token = (segment_ids > 0)[:, :, None, None]
     # Neither results nor gradients are written behind the documents.
     query, key, value = (jnp.where(is_token, array, 0) for array in (query, key, value))
-    # JAX reckons the places of keys by the number of query heads.
+    # JAX reckons the places of keys by the number of query heads, and those of values by the width of keys.
     key, value = (jnp.repeat(array, query.shape[2] // key.shape[2], axis=2) for array in (key, value))
+    width = value.shape[3]
+    value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, key.shape[3] - width)))
     number = jnp.arange(1, MOST_DOCUMENTS + 1, dtype=jnp.int32)
     lengths = jnp.sum(segment_ids[:, None, :] == number[None, :, None], axis=-1, dtype=jnp.int32)
     # A row of padding alone is taken for one token.
@@ -95,16 +114,14 @@ def _several_documents(
     begins = jnp.where(lengths > 0, jnp.cumsum(lengths, axis=1, dtype=jnp.int32) - lengths, -1)
     begins = jnp.pad(begins, ((0, 0), (0, 1)), constant_values=-1)
     lengths = jnp.where(lengths > 0, lengths, -1)
-    mixed: Any = dot_product_attention(
-        query,
-        key,
-        value,
-        q_seqlen=lengths,
-        kv_seqlen=lengths,
-        q_offsets=begins,
-        kv_offsets=begins,
-        scale=scale,
-        mask_type=MaskType.PADDING_CAUSAL,
-        qkv_layout="BTNH",
-    )
+    places = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": begins, "kv_offsets": begins}
+    mixed = _by_cudnn(query, key, value, scale=scale, **places)[..., :width]
     return jnp.where(is_token, mixed, 0)
+
+
+def _by_cudnn(query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, **places: jax.Array) -> jax.Array:
+    """Causal attention within `places`."""
+    mask_type = _cudnn().MaskType.PADDING_CAUSAL
+    return _cudnn().dot_product_attention(
+        query, key, value, scale=scale, mask_type=mask_type, qkv_layout="BTNH", **places
+    )

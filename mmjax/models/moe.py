@@ -113,10 +113,10 @@ class LatentMoe(nnx.Module):
                 self.latent_norm = ones(width, dtype)
             self.latent_up = parameter(initializer, (width, model.width), (None, "model_weight"), dtype)
         experts = ARRAY_AXIS_OF_EXPERTS[moe.expert_axes]
-        shape, array_axes = (moe.num_experts, width, moe.expert_width), (experts, None, "expert_hidden")
+        shape, array_axes = (moe.num_resident_experts, width, moe.expert_width), (experts, None, "expert_hidden")
         self._add_experts("gate", shape, array_axes)
         self._add_experts("up", shape, array_axes)
-        shape, array_axes = (moe.num_experts, moe.expert_width, width), (experts, "expert_hidden", None)
+        shape, array_axes = (moe.num_resident_experts, moe.expert_width, width), (experts, "expert_hidden", None)
         self._add_experts("down", shape, array_axes)
         if moe.num_shared_experts:
             self.shared = DenseMlp(
@@ -263,6 +263,8 @@ class LatentMoe(nnx.Module):
         }
         if not self._is_exchanged():
             nothing = varying_like(jnp.zeros((), jnp.int32), index)
+            if moe.resident_experts:
+                index = jnp.where(index >= 0, index % moe.resident_experts, -1)
             mixed = routed_experts(rows, index, weight, gate, up, down, **settings)
             return Exchanged(mixed, nothing, nothing, self.shared.hidden(tokens) if moe.num_shared_experts else None)
         exchange = ExpertExchange(
@@ -271,6 +273,8 @@ class LatentMoe(nnx.Module):
             overflow=moe.overflow,
             transport=moe.transport,
             num_chunks=moe.exchange_chunks,
+            # Tensor shards of the same tokens lie nearest.
+            node_devices=max(1, moe.node_devices // lax.axis_size(TENSOR)),
             mesh_axes=MESH_AXES_OF_EXPERTS[moe.expert_axes],
         )
 

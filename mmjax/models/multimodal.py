@@ -107,7 +107,9 @@ class MultimodalModel(nnx.Module):
 def place_features(embeddings: jax.Array, features: jax.Array, feature_index: jax.Array) -> jax.Array:
     """`embeddings` [b, s, d] with `features` [b, f, d] in place of the tokens whose `feature_index` [b, s] is >= 0."""
     is_feature = feature_index >= 0
-    rows = jnp.take_along_axis(features, jnp.where(is_feature, feature_index, 0)[..., None], axis=1)
+    # Beside the features, not at one of them: gradients of all other tokens would wait for each other there.
+    place = jnp.where(is_feature, feature_index, features.shape[1])
+    rows = jnp.take_along_axis(features, place[..., None], axis=1, mode="fill", fill_value=0)
     return jnp.where(is_feature[..., None], rows, embeddings)
 
 

@@ -9,12 +9,12 @@ from jax.ad_checkpoint import checkpoint_name
 from mmjax.axes import TENSOR
 from mmjax.config import ModelConfig
 from mmjax.models.cache import LatentCache, write
+from mmjax.models.fused_attention import packed_attention
 from mmjax.models.layers import at_least_float32, layer_norm, normal, ones, parameter, project, rms_norm
 from mmjax.models.rotary import rotate, rotation
 from mmjax.parallel import context
 from mmjax.parallel.fsdp import make_varying, varying_like
 from pallas_kernels.sparse_attention.api import (
-    attention,
     cached_attention,
     indexer_loss,
     select_cached_keys,
@@ -138,7 +138,8 @@ class LatentAttention(nnx.Module):
             index = index_query, agreed(index_key) if lax.axis_size(TENSOR) > 1 else index_key, head_weight
         indices = log_sums = None
         if index is not None and config.indexer.stage == "sparse" and latent.shape[1] > config.indexer.top_k:
-            indices = select_keys(*index, segment_ids, places, top_k=config.indexer.top_k, query_chunk_tokens=chunk)
+            options = {"top_k": config.indexer.top_k, "score_dtype": config.indexer.score_dtype}
+            indices = select_keys(*index, segment_ids, places, **options, query_chunk_tokens=chunk)
             # Saved, never decided again: a recomputed score could round to another choice.
             indices = checkpoint_name(indices, "selected_keys")
 
@@ -148,17 +149,27 @@ class LatentAttention(nnx.Module):
             shape = (*key.shape[:3], config.shared_key_width)
             key = jnp.concatenate([key, jnp.broadcast_to(shared_key[:, :, None], shape)], axis=-1)
             value = project("bsr,rhv->bshv", latent, self.value_up)
-            mixed = attention(query, key, value, segment_ids, places, scale=scale, query_chunk_tokens=chunk)
+            mixed = packed_attention(query, key, value, segment_ids, places, scale=scale, query_chunk_tokens=chunk)
         else:
             query = self._absorbed(nope_query, shared_query)
             key = jnp.concatenate([latent, shared_key], axis=-1)
             mixed, log_sums = selected_attention(
-                query, key, indices, scale=scale, value_width=config.latent_width, query_chunk_tokens=chunk
+                query,
+                key,
+                indices,
+                scale=scale,
+                value_width=config.latent_width,
+                is_deterministic=config.deterministic_gradients,
+                query_chunk_tokens=chunk,
             )
             mixed, key = project("bshr,rhv->bshv", mixed, self.value_up), key[:, :, None]
 
         loss = varying_like(jnp.zeros((), at_least_float32(dtype)), inputs)
         if index is not None:
+            if indices is None:
+                # Kernels take the loss over latents.
+                query = self._absorbed(nope_query, shared_query)
+                key = jnp.concatenate([latent, shared_key], axis=-1)[:, :, None]
             loss = indexer_loss(
                 *index,
                 query,
@@ -169,6 +180,7 @@ class LatentAttention(nnx.Module):
                 log_sums,
                 scale=scale,
                 head_axis=TENSOR,
+                is_deterministic=config.deterministic_gradients,
                 query_chunk_tokens=chunk,
             ).sum()
         return self._finish(inputs, checkpoint_name(mixed, "attention")), loss
@@ -193,9 +205,14 @@ class LatentAttention(nnx.Module):
         else:
             index_query, new_index_key, head_weight = self.indexer(inputs, query_inputs, positions)
             index_key = write(index_key, slots, new_index_key)
-            top_k = config.indexer.top_k
             indices = select_cached_keys(
-                index_query, index_key, head_weight, slots, top_k=top_k, query_chunk_tokens=chunk
+                index_query,
+                index_key,
+                head_weight,
+                slots,
+                top_k=config.indexer.top_k,
+                score_dtype=config.indexer.score_dtype,
+                query_chunk_tokens=chunk,
             )
             mixed, _ = selected_attention(
                 query, key, indices, scale=scale, value_width=config.latent_width, query_chunk_tokens=chunk

@@ -7,6 +7,8 @@ brought into this order on the host (`split_positions`); inside `shard_map` a de
 On a context axis of size 1 nothing of this is in the program.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,22 +110,70 @@ def entering_states(transition: jax.Array, state: jax.Array, continues: jax.Arra
 
     `transition` [b, 2, H, K, K], `state` [b, 2, H, K, V]; `continues` [b, 2] says whether a chunk goes on with the
     document of the chunk before: else it begins with zeros. One exchange, of all chunks' transitions and states, which
-    every device then applies in row order. Only where rows are split.
+    every device then applies in row order; the gradients take one of transitions and gradients, applied in the reverse
+    order. Only where rows are split.
     """
     goes_on = continues[:, :, None, None, None]
-    own = jnp.concatenate([jnp.where(goes_on, transition, 0), state], axis=-1)
-    held = lax.all_gather(own, CONTEXT)
-    chunks = jnp.concatenate([held[:, :, 0], held[::-1, :, 1]])
-    key_width = transition.shape[-1]
+    return jnp.where(goes_on, _passed_on(jnp.where(goes_on, transition, 0), state), 0)
 
-    def step(entering: jax.Array, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
-        transition, addition = jnp.split(chunk, [key_width], axis=-1)
-        moved = jnp.einsum("bhkl,bhlv->bhkv", transition, entering, precision=lax.Precision.HIGHEST)
-        return moved + addition, entering
 
-    nothing = varying_like(jnp.zeros_like(state[:, 0]), held)
-    _, entering = lax.scan(step, nothing, chunks)
-    return jnp.where(goes_on, jnp.moveaxis(entering[_held_chunks()], 0, 1), 0)
+@jax.custom_vjp
+def _passed_on(transition: jax.Array, state: jax.Array) -> jax.Array:
+    """What enters this device's chunks where all go on:   entering_0 = 0,   entering_{c+1} = T_c entering_c + state_c.
+
+    Differentiated by JAX, the loop would keep what enters every chunk of the row, and add up gradients of all of them.
+    """
+
+    def step(entering: jax.Array, transition: jax.Array, addition: jax.Array) -> jax.Array:
+        return jnp.einsum("bhkl,bhlv->bhkv", transition, entering, precision=lax.Precision.HIGHEST) + addition
+
+    return _before_own_chunks(step, transition, state, is_reverse=False)
+
+
+def _passed_on_forward(transition: jax.Array, state: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    entering = _passed_on(transition, state)
+    return entering, (transition, entering)
+
+
+def _passed_on_backward(saved: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    transition, entering = saved
+
+    def step(of_next: jax.Array, transition: jax.Array, own: jax.Array) -> jax.Array:
+        return jnp.einsum("bhkl,bhkv->bhlv", transition, of_next, precision=lax.Precision.HIGHEST) + own
+
+    of_state = _before_own_chunks(step, transition, gradient, is_reverse=True)
+    of_transition = jnp.einsum("bnhkv,bnhlv->bnhkl", of_state, entering, precision=lax.Precision.HIGHEST)
+    return of_transition, of_state
+
+
+_passed_on.defvjp(_passed_on_forward, _passed_on_backward)
+
+
+def _before_own_chunks(
+    step: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    transition: jax.Array,
+    addition: jax.Array,
+    *,
+    is_reverse: bool,
+) -> jax.Array:
+    """From zeros, `step(value, transition, addition)` of all chunks of the row in order, or from its end: the values
+    [b, 2, ...] that it comes to at this device's chunks."""
+    num_chunks, own = 2 * lax.axis_size(CONTEXT), _held_chunks()
+    held = lax.all_gather(jnp.concatenate([transition, addition], axis=-1), CONTEXT)
+
+    def pass_chunk(carry: tuple[jax.Array, jax.Array], chunk: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        value, taken = carry
+        taken = jnp.where((own == chunk)[None, :, None, None, None], value[:, None], taken)
+        # The second half of a row lies on the devices in reverse order.
+        place = jnp.minimum(chunk, num_chunks - 1 - chunk), 2 * chunk // num_chunks
+        of_device = lax.dynamic_index_in_dim(held, place[0], keepdims=False)
+        of_chunk = lax.dynamic_index_in_dim(of_device, place[1], axis=1, keepdims=False)
+        return (step(value, *jnp.split(of_chunk, [transition.shape[-1]], axis=-1)), taken), None
+
+    nothing = (jnp.zeros_like(addition[:, 0]), jnp.zeros_like(addition))
+    nothing = jax.tree.map(lambda leaf: varying_like(leaf, held), nothing)
+    (_, taken), _ = lax.scan(pass_chunk, nothing, jnp.arange(num_chunks, dtype=jnp.int32), reverse=is_reverse)
+    return taken
 
 
 def _held_chunks() -> jax.Array:

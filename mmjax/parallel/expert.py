@@ -1,4 +1,4 @@
-"""Exchange of token rows with the devices of their experts, in bounded buffers: one contract, three transports."""
+"""Exchange of token rows with the devices of their experts, in bounded buffers: one contract, four transports."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from mmjax.axes import EXPERT
 from mmjax.errors import ConfigurationError
-from mmjax.parallel.expert_buffers import AllToAll, Buffers, Chunk, Ragged, add_choices, place, take_rows
+from mmjax.parallel.expert_buffers import AllToAll, Buffers, ByNode, Chunk, Ragged, add_choices, place, take_rows
 from mmjax.parallel.fsdp import varying_like
 
 Apply = Callable[[jax.Array, jax.Array], jax.Array]
@@ -26,8 +26,10 @@ class ExpertExchange:
     """Over the whole mesh; each device holds an equal slice, in order."""
     capacity_factor: float
     overflow: Literal["rounds", "drop"] = "rounds"
-    transport: Literal["all_to_all", "ring", "ragged"] = "all_to_all"
+    transport: Literal["all_to_all", "by_node", "ring", "ragged"] = "all_to_all"
     num_chunks: int = 1
+    node_devices: int = 1
+    """Devices of a node that lie next to each other along `mesh_axes`; only `by_node` asks."""
     mesh_axes: tuple[str, ...] = (EXPERT,)
     """The experts' slices lie over these, the last one fastest."""
 
@@ -79,14 +81,17 @@ def exchange_experts(
     On n devices, f = capacity_factor bounds what is sent or computed at a time:
 
         all_to_all   each pair of devices exchanges buffers of ceil(f * t * A / n) rows
+        by_node      the same buffers, but from node to node all t rows pass once, and the sums of their results in the
+                     dtype of `rows`; the node's devices fill and empty them for each other
         ragged       a device takes in up to ceil(f * t * A) rows, from whomever; only chosen rows travel
         ring         all rows, and the sums of their results, pass from device to device; each takes out what its own
                      experts work on, ceil(f * t * A / n) rows at a time
 
     The rest follows in further rounds, as many as the fullest device needs ("rounds"), or is left out ("drop": the last
-    tokens' first; with `ragged`, the last devices' first). The first two send each round in `num_chunks` equal parts, a
-    part on its way while the experts work on the one before it; a ring's steps are such parts already. On one device
-    nothing is sent and nothing dropped.
+    tokens' first; with `ragged`, the last devices' first). `all_to_all` and `ragged` send each round in `num_chunks` equal
+    parts, a part on its way while the experts work on the one before it; what comes from each node, and a ring's steps,
+    are such parts already. On one device nothing is sent and nothing dropped. Weights travel along: results are weighted
+    where the experts are, but for a ring.
 
     `meanwhile()`, which may give values that vary as `rows` do, is computed while the first part is on its way.
     """
@@ -99,24 +104,21 @@ def exchange_experts(
         return Exchanged(add_choices(varying_like(outputs, weight), weight, places), nothing, nothing, meanwhile())
     if exchange.transport == "ring":
         return _pass_around(rows, index, weight, apply, exchange)._replace(meanwhile=meanwhile())
-    buffers = (AllToAll if exchange.transport == "all_to_all" else Ragged)(
-        index,
-        num_experts=exchange.num_experts,
-        capacity_factor=exchange.capacity_factor,
-        num_chunks=exchange.num_chunks,
-        mesh_axes=exchange.mesh_axes,
-    )
+    buffers = _buffers(index, exchange)
 
     def run_round(number: jax.Array) -> jax.Array:
-        chunks = buffers.chunks(number)
-        return _work_on(buffers, chunks, buffers.dispatch(rows, chunks[0]), rows, weight, apply)
+        chunks = buffers.chunks(number, weight)
+        ahead = [buffers.send_ahead(rows, chunk) for chunk in chunks]
+        return _work_on(buffers, chunks, buffers.dispatch(ahead[0], chunks[0]), ahead[1:], weight.dtype, apply)
 
-    chunks = buffers.chunks(0)
-    arrived, later_rows, aside = buffers.dispatch(rows, chunks[0]), rows, meanwhile()
+    chunks = buffers.chunks(0, weight)
+    ahead = [buffers.send_ahead(rows, chunk) for chunk in chunks]
+    arrived, later_rows, aside = buffers.dispatch(ahead[0], chunks[0]), rows, meanwhile()
     if aside is not None:
         # All else waits for it: left to choose, XLA keeps it for a time when the experts' work hides what travels.
         arrived, later_rows, aside = lax.optimization_barrier((arrived, rows, aside))
-    mixed = _work_on(buffers, chunks, arrived, later_rows, weight, apply)
+    ahead = [later_rows if array is rows else array for array in ahead[1:]]
+    mixed = _work_on(buffers, chunks, arrived, ahead, weight.dtype, apply)
     if exchange.overflow == "drop":
         return Exchanged(mixed, varying_like(jnp.ones((), jnp.int32), index), buffers.num_beyond, aside)
     mixed = _add_rounds(mixed, run_round, buffers.num_rounds, buffers.max_rounds)
@@ -124,8 +126,26 @@ def exchange_experts(
     return Exchanged(mixed, num_rounds, varying_like(jnp.zeros((), jnp.int32), index), aside)
 
 
+def _buffers(index: jax.Array, exchange: ExpertExchange) -> Buffers:
+    settings = {
+        "num_experts": exchange.num_experts,
+        "capacity_factor": exchange.capacity_factor,
+        "num_chunks": exchange.num_chunks,
+        "mesh_axes": exchange.mesh_axes,
+    }
+    node_devices = math.gcd(exchange.node_devices, lax.axis_size(exchange.mesh_axes))
+    if exchange.transport == "by_node" and node_devices > 1:
+        return ByNode(index, node_devices=node_devices, **settings)
+    return (Ragged if exchange.transport == "ragged" else AllToAll)(index, **settings)
+
+
 def _work_on(
-    buffers: Buffers, chunks: list[Chunk], arrived: jax.Array, rows: jax.Array, weight: jax.Array, apply: Apply
+    buffers: Buffers,
+    chunks: list[Chunk],
+    arrived: jax.Array,
+    ahead: list[jax.Array],
+    dtype: jax.typing.DTypeLike,
+    apply: Apply,
 ) -> jax.Array:
     """What a round adds [t, R]. Its first chunk has `arrived`; each other is sent before the work on the one before."""
     total: jax.Array | None = None
@@ -133,8 +153,11 @@ def _work_on(
     for number, chunk in enumerate(chunks):
         arrived = following
         if number + 1 < len(chunks):
-            following = buffers.dispatch(rows, chunks[number + 1])
-        part = buffers.combine(varying_like(apply(arrived, chunk.expert), weight), weight, chunk)
+            following = buffers.dispatch(ahead[number], chunks[number + 1])
+        # Weighted here, so that the weights' gradient needs no result back at its token.
+        outputs = varying_like(apply(arrived, chunk.expert), chunk.weight)
+        weighted = (outputs.astype(dtype) * chunk.weight[:, None]).astype(outputs.dtype)
+        part = buffers.combine(weighted, dtype, chunk)
         total = part if total is None else total + part
     assert total is not None
     return total

@@ -4,7 +4,7 @@ import abc
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ class Chunk(NamedTuple):
     way: tuple
     expert: jax.Array
     """[N] int32: of each row that arrives here, among this device's experts; -1 for an empty row."""
+    weight: jax.Array
+    """[N]: that of its choice, 0 for an empty row."""
 
 
 class Buffers(abc.ABC):
@@ -63,16 +65,21 @@ class Buffers(abc.ABC):
         """Set the buffers' sizes and what is said of rounds."""
 
     @abc.abstractmethod
-    def chunks(self, number: jax.Array | int) -> list[Chunk]:
-        """Those of round `number`. Tells all devices which experts their rows will be for."""
+    def chunks(self, number: jax.Array | int, weight: jax.Array) -> list[Chunk]:
+        """Those of round `number`. Tells all devices which experts their rows will be for, and their weights [t, A]."""
+
+    def send_ahead(self, rows: jax.Array, chunk: Chunk) -> jax.Array:
+        """What the chunk's rows, of `rows` [t, R], are taken from: `rows`, or those that another node sends."""
+        del chunk
+        return rows
 
     @abc.abstractmethod
-    def dispatch(self, rows: jax.Array, chunk: Chunk) -> jax.Array:
-        """Send the chunk's rows, of `rows` [t, R], to the devices of their experts."""
+    def dispatch(self, ahead: jax.Array, chunk: Chunk) -> jax.Array:
+        """Send the chunk's rows to the devices of their experts."""
 
     @abc.abstractmethod
-    def combine(self, outputs: jax.Array, weight: jax.Array, chunk: Chunk) -> jax.Array:
-        """Bring the results back and add them up [t, R], weighted; 0 for what the chunk did not hold."""
+    def combine(self, outputs: jax.Array, dtype: jax.typing.DTypeLike, chunk: Chunk) -> jax.Array:
+        """Bring the weighted results back and add them up [t, R] in `dtype`; 0 for what the chunk did not hold."""
 
 
 def place(slot: jax.Array, is_in: jax.Array, num_rows: int) -> Places:
@@ -84,7 +91,7 @@ def place(slot: jax.Array, is_in: jax.Array, num_rows: int) -> Places:
     return Places(choice, slot)
 
 
-# The transposes of these two are written out because autodiff would scatter into arrays of a row for each choice.
+# The transposes of these are written out because autodiff would scatter into arrays of a row for each choice.
 @jax.custom_vjp
 def take_rows(rows: jax.Array, places: Places) -> jax.Array:
     """The row of each place's token, `rows` [t, R] -> [N, R]; 0 in empty places."""
@@ -102,6 +109,43 @@ def _take_backward(places: Places, gradient: jax.Array) -> tuple[jax.Array, None
 
 
 take_rows.defvjp(_take_forward, _take_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def add_rows(values: jax.Array, places: Places, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Sum over a of values[slot[t, a]], `values` [N, R] -> [t, R] in `dtype`, in order."""
+    return jnp.sum(_at(values, places.slot).astype(dtype), axis=1)
+
+
+def _add_rows_forward(values: jax.Array, places: Places, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, tuple]:
+    # Of the values their dtype alone is needed.
+    return add_rows(values, places, dtype), (values[:0], places)
+
+
+def _add_rows_backward(dtype: jax.typing.DTypeLike, saved: tuple, gradient: jax.Array) -> tuple[jax.Array, None]:
+    del dtype
+    like, places = saved
+    return take_rows(gradient.astype(like.dtype), places), None
+
+
+add_rows.defvjp(_add_rows_forward, _add_rows_backward)
+
+
+@jax.custom_vjp
+def take_choices(weight: jax.Array, places: Places) -> jax.Array:
+    """The weight of each place's choice, [t, A] -> [N]; 0 in empty places."""
+    return _at(weight.reshape(-1), places.choice)
+
+
+def _take_choices_forward(weight: jax.Array, places: Places) -> tuple[jax.Array, Places]:
+    return take_choices(weight, places), places
+
+
+def _take_choices_backward(places: Places, gradient: jax.Array) -> tuple[jax.Array, None]:
+    return _at(gradient, places.slot), None
+
+
+take_choices.defvjp(_take_choices_forward, _take_choices_backward)
 
 
 @jax.custom_vjp
@@ -142,28 +186,102 @@ class AllToAll(Buffers):
         self.num_rounds = _same_everywhere(-(-jnp.max(self._grouping.counts) // self._capacity))
         self.num_beyond = jnp.sum(jnp.maximum(self._grouping.counts - self._capacity, 0), dtype=jnp.int32)
 
-    def chunks(self, number: jax.Array | int) -> list[Chunk]:
+    def chunks(self, number: jax.Array | int, weight: jax.Array) -> list[Chunk]:
+        places = self._places(number)
+        # Of all chunks at once: a second small exchange would delay a large one.
+        experts = [_local_expert(self._index, part, self._local_experts) for part in places]
+        experts, weights = (
+            self._swap(jnp.stack([array.reshape(self._num_devices, -1) for array in arrays], axis=1))
+            for arrays in (experts, [take_choices(weight, part) for part in places])
+        )
+        return [
+            Chunk((part,), experts[:, chunk].reshape(-1), weights[:, chunk].reshape(-1))
+            for chunk, part in enumerate(places)
+        ]
+
+    def _places(self, number: jax.Array | int) -> list[Places]:
         rank = self._grouping.rank.reshape(self._index.shape) - number * self._capacity
         is_in = (self._device >= 0) & (rank >= 0) & (rank < self._capacity)
         slot = self._device * self._part_rows + rank // self._num_chunks
-        places = [
+        return [
             place(slot, is_in & (rank % self._num_chunks == chunk), self._num_devices * self._part_rows)
             for chunk in range(self._num_chunks)
         ]
-        # Of all chunks at once: a second small exchange would delay a large one.
-        experts = [_local_expert(self._index, part, self._local_experts) for part in places]
-        experts = self._swap(jnp.stack([expert.reshape(self._num_devices, -1) for expert in experts], axis=1))
-        return [Chunk((part,), experts[:, chunk].reshape(-1)) for chunk, part in enumerate(places)]
 
-    def dispatch(self, rows: jax.Array, chunk: Chunk) -> jax.Array:
-        return self._swap(take_rows(rows, *chunk.way))
+    def dispatch(self, ahead: jax.Array, chunk: Chunk) -> jax.Array:
+        return self._swap(take_rows(ahead, *chunk.way))
 
-    def combine(self, outputs: jax.Array, weight: jax.Array, chunk: Chunk) -> jax.Array:
-        return add_choices(self._swap(outputs), weight, *chunk.way)
+    def combine(self, outputs: jax.Array, dtype: jax.typing.DTypeLike, chunk: Chunk) -> jax.Array:
+        return add_rows(self._swap(outputs), *chunk.way, dtype)
 
-    def _swap(self, buffer: jax.Array) -> jax.Array:
-        """Slice i of the leading axis goes to device i, what comes from device i becomes slice i."""
-        return lax.all_to_all(buffer, self._mesh_axes, split_axis=0, concat_axis=0, tiled=True)
+    def _swap(self, buffer: jax.Array, groups: list[list[int]] | None = None) -> jax.Array:
+        """Slice i of the leading axis goes to device i (of its group), what comes from device i becomes slice i."""
+        return lax.all_to_all(
+            buffer, self._mesh_axes, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=groups
+        )
+
+
+class ByNode(AllToAll):
+    """Rows cross from node to node once, to the device with the same number in its node, and are shared out there.
+
+    Of N nodes with m devices each, a chunk holds what comes from one: the buffers of its m devices, which are those of
+    `AllToAll`. The first is a node's own: while its experts work on it, the others are on their way. Sums over a node's
+    experts come back in the dtype of the rows.
+    """
+
+    def __init__(self, index: jax.Array, *, node_devices: int, mesh_axes: tuple[str, ...], **settings: Any):
+        self._node_devices = node_devices
+        self._num_nodes = lax.axis_size(mesh_axes) // node_devices
+        super().__init__(index, mesh_axes=mesh_axes, **settings)
+
+    def chunks(self, number: jax.Array | int, weight: jax.Array) -> list[Chunk]:
+        (places,) = self._places(number)
+        (here,) = super().chunks(number, weight)
+        # [N, m * part]: the places of each node's devices, to that node; then those of its rows that each node sends.
+        of_nodes = self._swap(places.choice.reshape(self._num_nodes, -1), self._rails())
+        experts, weights = (array.reshape(self._num_nodes, -1) for array in (here.expert, here.weight))
+        node = lax.axis_index(self._mesh_axes) // self._node_devices
+        chunks = []
+        for hop in range(self._num_nodes):
+            of_hop = functools.partial(
+                lax.dynamic_index_in_dim, index=(node - hop) % self._num_nodes, axis=0, keepdims=False
+            )
+            chunks.append(Chunk((hop, self._placed(of_hop(of_nodes))), of_hop(experts), of_hop(weights)))
+        return chunks
+
+    def send_ahead(self, rows: jax.Array, chunk: Chunk) -> jax.Array:
+        return self._pass_on(rows, chunk.way[0])
+
+    def dispatch(self, ahead: jax.Array, chunk: Chunk) -> jax.Array:
+        return self._swap(take_rows(ahead, chunk.way[1]), self._nodes())
+
+    def combine(self, outputs: jax.Array, dtype: jax.typing.DTypeLike, chunk: Chunk) -> jax.Array:
+        hop, places = chunk.way
+        total = cast(jax.Array, add_rows(self._swap(outputs, self._nodes()), places, dtype))
+        return self._pass_on(total.astype(outputs.dtype), -hop).astype(dtype) if hop else total
+
+    def _placed(self, choice: jax.Array) -> Places:
+        row, num_choices = jnp.arange(choice.size, dtype=jnp.int32), self._index.size
+        beyond = varying_like(jnp.arange(num_choices, dtype=jnp.int32) + choice.size, choice)
+        target = jnp.where(choice < num_choices, choice, num_choices + row)
+        slot = beyond.at[target].set(varying_like(row, choice), mode="drop", unique_indices=True)
+        return Places(choice, slot.reshape(self._index.shape))
+
+    def _pass_on(self, array: jax.Array, hop: int) -> jax.Array:
+        """To the device with the same number, `hop` nodes further on."""
+        if not hop:
+            return array
+        step = hop * self._node_devices
+        pairs = [(device, (device + step) % self._num_devices) for device in range(self._num_devices)]
+        return lax.ppermute(array, self._mesh_axes, pairs)
+
+    def _nodes(self) -> list[list[int]]:
+        """Devices that share a node."""
+        return np.arange(self._num_devices).reshape(self._num_nodes, -1).tolist()
+
+    def _rails(self) -> list[list[int]]:
+        """Devices with the same number in their nodes."""
+        return np.arange(self._num_devices).reshape(self._num_nodes, -1).T.tolist()
 
 
 class Ragged(Buffers):
@@ -202,10 +320,10 @@ class Ragged(Buffers):
         at_sender = jnp.cumsum(num_rows, axis=1) - num_rows + low
         return _Cut(sizes, at_sender, jnp.where(sizes > 0, begin + low - number * self._capacity, 0))
 
-    def chunks(self, number: jax.Array | int) -> list[Chunk]:
-        return [self._chunk(number, chunk) for chunk in range(self._num_chunks)]
+    def chunks(self, number: jax.Array | int, weight: jax.Array) -> list[Chunk]:
+        return [self._chunk(number, weight, chunk) for chunk in range(self._num_chunks)]
 
-    def _chunk(self, number: jax.Array | int, chunk: int) -> Chunk:
+    def _chunk(self, number: jax.Array | int, weight: jax.Array, chunk: int) -> Chunk:
         first, num_rows = (self._mine(part, 0) for part in self._part(chunk))
         device = jnp.maximum(self._device, 0)
         rank = self._grouping.rank.reshape(self._index.shape) - first[device]
@@ -217,15 +335,16 @@ class Ragged(Buffers):
         expert = _local_expert(self._index, places, self._local_experts)
         # One more than the number, so that what nothing was written to is -1.
         arrived = _move(expert + 1, out, self._capacity, self._mesh_axes) - 1
-        return Chunk((places, out, back), arrived)
+        weights = _send(take_choices(weight, places)[:, None], out, back, self._capacity, self._mesh_axes)
+        return Chunk((places, out, back), arrived, cast(jax.Array, weights)[:, 0])
 
-    def dispatch(self, rows: jax.Array, chunk: Chunk) -> jax.Array:
+    def dispatch(self, ahead: jax.Array, chunk: Chunk) -> jax.Array:
         places, out, back = chunk.way
-        return _send(take_rows(rows, places), out, back, self._capacity, self._mesh_axes)
+        return _send(take_rows(ahead, places), out, back, self._capacity, self._mesh_axes)
 
-    def combine(self, outputs: jax.Array, weight: jax.Array, chunk: Chunk) -> jax.Array:
+    def combine(self, outputs: jax.Array, dtype: jax.typing.DTypeLike, chunk: Chunk) -> jax.Array:
         places, out, back = chunk.way
-        return add_choices(_send(outputs, back, out, self._sent_rows, self._mesh_axes), weight, places)
+        return add_rows(_send(outputs, back, out, self._sent_rows, self._mesh_axes), places, dtype)
 
 
 class _Cut(NamedTuple):

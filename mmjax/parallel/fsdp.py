@@ -37,8 +37,9 @@ def gather_for_use(
     if math.prod(sizes[axis] for axis in mesh_axes) == 1:
         # Nothing to gather; XLA would copy the weight all the same.
         return weight.astype(dtype)
-    # Experts' kernels want their weights as they lie.
-    return gather(weight, mesh_axes, dimension, np.dtype(dtype), weight.dtype, name == "expert_hidden")
+    # Layers lie in stacks; a table of a vocabulary does not.
+    keeps_layout = dimension > 0 and "vocabulary" not in array_axes
+    return gather(weight, mesh_axes, dimension, np.dtype(dtype), weight.dtype, keeps_layout)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))

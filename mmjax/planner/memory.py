@@ -189,7 +189,7 @@ def keeps_layers(model: ModelConfig) -> bool:
 
 def num_expert_devices(config: RunConfig) -> int:
     """How many devices routed experts are spread over."""
-    return math.prod(config.mesh.sizes[axis] for axis in axes.MESH_AXES_OF_EXPERTS[config.model.moe.expert_axes])
+    return math.prod(getattr(config.mesh, axis) for axis in axes.MESH_AXES_OF_EXPERTS[config.model.moe.expert_axes])
 
 
 def kind_counts(model: ModelConfig) -> Mapping[LayerKind, int]:
@@ -223,20 +223,18 @@ class InFlight:
         self.num_streams = model.hyper_connections.num_streams if model.residual == "hyper" else 1
         self.stage_layers = -(-model.num_layers // mesh.pipe)
         self._worst_layer: tuple[float, float] | None = None
+        self._kept_by_layers: float | None = None
 
     def saved_activations(self) -> float:
-        """With remat: `layer_inputs`; the sum of each residual block and its gradient, at least float32.
+        """What layers keep; the sum of each residual block and its gradient, at least float32.
 
-        Without: the working set of every layer. The tower always keeps its layers' inputs only. A pipeline keeps no
+        The tower always keeps its layers' inputs only. A pipeline keeps no
         more than the inputs of its stages for further micro-batches.
         """
         model, width = self.model, self.model.width
-        share = self.stage_layers / model.num_layers
         num_blocks = -(-model.num_layers // model.residual_block_layers) if model.residual == "attention" else 0
         blocks = num_blocks * self.tokens * width * (self.compute + self.wide)
-        layers = self.layer_inputs() + blocks + 2 * self.tokens * width * self.compute
-        if model.remat == "none":
-            layers += share * sum(number * self.layer_values(*kind) for kind, number in self.kinds.items())
+        layers = self.kept_by_layers() + blocks + 2 * self.tokens * width * self.compute
         tower = model.vision.num_layers * self.patches * model.vision.width * self.compute
         vision = model.vision
         merged, per_feature = vision.width * vision.patches_per_feature, vision.patches_per_feature
@@ -245,9 +243,9 @@ class InFlight:
         features = self.patches / per_feature * projected * self.compute
         return layers + self.kept_inputs() + tower + features
 
-    def layer_inputs(self) -> float:
+    def kept_by_layers(self) -> float:
         """Of a stage's layers for one micro-batch: t D c a layer and residual stream, expert choices, and selected keys
-        (all int32)."""
+        (all int32); without remat all intermediate values too."""
         model = self.model
         share = self.stage_layers / model.num_layers
         decisions = 0.0
@@ -257,11 +255,14 @@ class InFlight:
             if mixer == "full" and self._selects():
                 decisions += number * self.tokens * model.full_attention.indexer.top_k * _INT32
         streams = model.num_layers * self.num_streams * self.tokens * model.width * self.compute
-        return share * (streams + decisions)
+        values = 0.0
+        if model.remat == "none":
+            values = sum(number * self.layer_values(*kind) for kind, number in self.kinds.items())
+        return share * (streams + decisions + values)
 
     def kept_inputs(self) -> float:
-        """Of a pipeline: inputs of stages that its schedule keeps, and 5 more that are on their way; where stages do not
-        run again, those of all their layers instead; with shared edges the embeddings of all micro-batches."""
+        """Of a pipeline: inputs of stages that its schedule keeps, and 5 more that are on their way; where stages do
+        not run again, what all their layers keep instead; with shared edges the embeddings of all micro-batches."""
         training = self.config.training
         return self.kept_inputs_of(schedule_cost(self.config), training.pipeline_edges)
 
@@ -273,7 +274,9 @@ class InFlight:
         num_blocks = -(-model.num_layers // model.residual_block_layers) if model.residual == "attention" else 0
         message = (self.num_streams + num_blocks) * self.tokens * model.width * self.compute
         embedded = self.config.training.accumulation * self.tokens * model.width * self.compute
-        kept = self.layer_inputs() if keeps_layers(model) else message
+        if self._kept_by_layers is None and keeps_layers(model):
+            self._kept_by_layers = self.kept_by_layers()
+        kept = message if self._kept_by_layers is None else self._kept_by_layers
         return cost.num_inputs * kept + 5 * message + (embedded if edges == "data_parallel" else 0.0)
 
     def largest_working_set(self) -> float:

@@ -1,7 +1,7 @@
 """Every array of a model, from its settings alone: shape, how it rests split, dtype, how often it occurs."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,16 +134,20 @@ def shards(arrays: Iterable[ParameterArray], mesh: MeshConfig, stages: Sequence[
     def num_parts(mesh_axes: Iterable[str]) -> int:
         return math.prod(sizes[name] for name in mesh_axes)
 
+    known: dict[tuple[tuple[str | None, ...], tuple[int, ...]], tuple[tuple[str, ...], tuple[str, ...]]] = {}
     for array in arrays:
         count = math.ceil(round(array.count * share, 9)) if array.in_decoder_layer else array.count
-        split_over, gathered_over = _split_of(array, array.shape, mesh)
+        key = array.array_axes, array.shape
+        if key not in known:
+            known[key] = _split_of(array, array.shape, sizes)
+        split_over, gathered_over = known[key]
         entries = count * array.layer_size // num_parts(split_over)
         if array.is_packed:
             # Codes of two inputs and scales of 32 are arrays of their own, which may rest split differently.
             experts, inputs, outputs = array.shape
             packed = [(experts, inputs // width, outputs) for width in (2, MXFP4_GROUP)]
             rest_bytes = sum(
-                count * math.prod(shape) // num_parts(_split_of(array, shape, mesh)[0]) for shape in packed
+                count * math.prod(shape) // num_parts(_split_of(array, shape, sizes)[0]) for shape in packed
             )
         else:
             rest_bytes = entries * ITEM_BYTES[array.dtype]
@@ -162,14 +166,14 @@ def shards(arrays: Iterable[ParameterArray], mesh: MeshConfig, stages: Sequence[
 
 
 def _split_of(
-    array: ParameterArray, shape: tuple[int, ...], mesh: MeshConfig
+    array: ParameterArray, shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(mesh axes that an array with the axes of `array` and this shape rests split over, those gathered at use)."""
     split_over: list[str] = []
     gathered_over: list[str] = []
     for axis, size in zip(array.array_axes, shape, strict=True):
         if axis:
-            resting = axes.resting_axes(axis, SPLIT_OVER[axis], size, mesh.sizes)
+            resting = axes.resting_axes(axis, SPLIT_OVER[axis], size, sizes)
             split_over += resting
             gathered_over += [name for name in axes.GATHERED_AT_USE.get(axis, ()) if name in resting]
     return tuple(split_over), tuple(gathered_over)

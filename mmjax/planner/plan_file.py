@@ -22,7 +22,6 @@ PLANNED = (
         "model.pipeline_chunks",
     ),
     *("model.moe.transport", "model.moe.node_devices", "model.moe.exchange_chunks", "model.moe.capacity_factor"),
-    "model.moe.expert_axes",
 )
 # What it was made for; a run with other sizes may take it, and is told so.
 _MADE_FOR = ("data.rows", "data.row_tokens", "data.row_patches", "model.width", "model.num_layers", "lora.rank")

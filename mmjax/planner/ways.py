@@ -8,10 +8,17 @@ from typing import Any
 from mmjax import axes
 from mmjax.config import MeshConfig, RunConfig
 from mmjax.planner.collectives import mesh_group
-from mmjax.planner.memory import DeviceBytes, InFlight, bytes_of_shards, kept_weight_bytes, num_expert_devices
+from mmjax.planner.memory import (
+    DeviceBytes,
+    InFlight,
+    bytes_of_shards,
+    keeps_layers,
+    kept_weight_bytes,
+    num_expert_devices,
+)
 from mmjax.planner.parameters import Shard
 from mmjax.planner.remat import KeptResult, choose_results, kept_results
-from mmjax.planner.schedules import Scheduling, cost_of, schedules
+from mmjax.planner.schedules import Scheduling, cost_of, schedule_cost, schedules
 from mmjax.planner.step_time import StepClock, StepTime
 
 
@@ -24,6 +31,8 @@ class Way:
     time: StepTime
     host_bytes: float = 0.0
     """Of a device, on its host."""
+    result_bytes: float = 0.0
+    """Of one micro-batch: results of layers that are kept on the device."""
     scheduling: Scheduling | None = None
     """Instead of the schedule of `config`."""
 
@@ -115,19 +124,21 @@ class Ways:
         """`plain` with results kept where there is room: on the device, then also on the host."""
         config, cluster = plain.config, self.cluster
         results = self._results_of(config)
+        # Where stages of a pipeline do not run again, results of all micro-batches under way are kept.
+        number = self._num_kept(config)
         limits = {
-            "device_bytes": cluster.usable_bytes - plain.memory.total,
+            "device_bytes": (cluster.usable_bytes - plain.memory.total) / number,
             "host_bandwidth": cluster.gpu.pcie_bandwidth,
             "overlap": self.clock.rates.overlap,
         }
         seen = set()
-        for host_bytes in (0.0, cluster.host_bytes):
+        for host_bytes in (0.0, cluster.host_bytes / number):
             chosen = choose_results(results, host_bytes=host_bytes, **limits)
             if not (chosen.keep or chosen.offload) or (chosen.keep, chosen.offload) in seen:
                 continue
             seen.add((chosen.keep, chosen.offload))
             model = dataclasses.replace(config.model, remat_keep=chosen.keep, remat_offload=chosen.offload)
-            saved_activations = plain.memory.saved_activations + chosen.device_bytes
+            saved_activations = plain.memory.saved_activations + number * chosen.device_bytes
             micro_batches = config.training.accumulation
             copies = 2 * chosen.host_bytes / cluster.gpu.pcie_bandwidth * (1 - self.clock.rates.overlap)
             yield Way(
@@ -138,8 +149,14 @@ class Ways:
                     recompute=max(0.0, plain.time.recompute - micro_batches * chosen.saved_seconds),
                     offload=micro_batches * copies,
                 ),
-                host_bytes=chosen.host_bytes,
+                host_bytes=number * chosen.host_bytes,
+                result_bytes=chosen.device_bytes,
             )
+
+    @staticmethod
+    def _num_kept(config: RunConfig) -> int:
+        """Of how many micro-batches a device keeps results of layers."""
+        return 1 + schedule_cost(config).num_inputs if config.mesh.pipe > 1 and keeps_layers(config.model) else 1
 
     def _results_of(self, config: RunConfig) -> list[KeptResult]:
         """Results of the layers of one device, of one micro-batch: what they hold and save grows with its tokens."""
@@ -171,6 +188,8 @@ class Ways:
             exchange = self.clock.pipe_exchange_seconds_of(plain.config, scheduling, forward, backward)
             exchange *= self.clock.rates.exchange
             saved = plain.memory.saved_activations - kept + kept_then
+            more = cost_of(scheduling, pipe, number).num_inputs + 1 - self._num_kept(plain.config)
+            saved += more * plain.result_bytes if keeps_layers(plain.config.model) else 0.0
             yield Way(
                 config=plain.config,
                 scheduling=scheduling,

@@ -22,6 +22,7 @@ from mmjax.config import RunConfig, describe_mesh
 from mmjax.data.batch import Batch
 from mmjax.data.packing import fill
 from mmjax.errors import writing
+from mmjax.models.fused_attention import for_described_gpus
 from mmjax.parallel.described import described_mesh
 from mmjax.planner.hardware import Cluster
 from mmjax.planner.memory import num_expert_devices
@@ -133,7 +134,7 @@ def compile_step(
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as reports:
         # Kernels are chosen by the device that the abstract mesh names.
-        with _compiling_only(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with _compiling_only(), for_described_gpus(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = make_train_step(config, mesh).lower(state, batch)
             compiled = lowered.compile(
                 compiler_options=_COMPILE_FAST | dump_options(Path(reports)) | dict(options or {})
@@ -208,14 +209,15 @@ def _memory(memory: Any, prefix: str) -> dict[str, int]:
     return sizes
 
 
-def abstract_batch(config: RunConfig, mesh: Mesh) -> Batch:
-    """The batch of a step as shapes, dtypes and shardings."""
+def abstract_batch(config: RunConfig, mesh: Mesh, row_patches: int | None = None) -> Batch:
+    """The batch of a step as shapes, dtypes and shardings; with patch room for `row_patches`, if it is given."""
     shapes = fill(
         [],
         config.data,
         config.model.vision,
         0,
         audio=config.model.audio,
+        row_patches=row_patches,
         allocate=lambda shape, dtype, _: jax.ShapeDtypeStruct(shape, dtype),  # pyright: ignore[reportArgumentType]
     )
     return jax.tree.map(

@@ -1,5 +1,6 @@
 """Attention by cuDNN's kernels against plain JAX: who is asked, a compiled program, and numbers on a GPU."""
 
+import re
 from functools import partial
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from mmjax.config import MeshConfig
-from mmjax.models.fused_attention import MOST_DOCUMENTS, packed_attention, reason_against
+from mmjax.models.fused_attention import MOST_DOCUMENTS, for_described_gpus, packed_attention, reason_against
 from mmjax.parallel.described import described_mesh
 from mmjax.planner.topology import read_cluster
 from pallas_kernels.sparse_attention.api import attention
@@ -16,10 +17,11 @@ from pallas_kernels.sparse_attention.api import attention
 SETTINGS = {"scale": 0.1, "query_chunk_tokens": 64}
 
 
-def draw(segment_ids, heads, key_heads, width, dtype=jnp.bfloat16):
+def draw(segment_ids, heads, key_heads, width, dtype=jnp.bfloat16, value_width=0):
     """(query, key, value, gradient of the result), segments."""
     random = np.random.default_rng(0)
-    shapes = [(*segment_ids.shape, number, width) for number in (heads, key_heads, key_heads, heads)]
+    numbers, widths = (heads, key_heads, key_heads, heads), (width, width, value_width or width, value_width or width)
+    shapes = [(*segment_ids.shape, number, each) for number, each in zip(numbers, widths, strict=True)]
     return [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes], jnp.asarray(segment_ids, jnp.int32)
 
 
@@ -50,30 +52,38 @@ def test_without_a_gpu_it_is_the_plain_form():
 
 
 @pytest.mark.slow
-def test_it_compiles_for_a_gpu_inside_shard_map():
+@pytest.mark.usefixtures("no_compilation_cache")
+@pytest.mark.parametrize("widths", [(64,), (192, jnp.bfloat16, 128)])
+def test_it_compiles_for_a_gpu_inside_shard_map(widths):
     pytest.importorskip("jax_cuda13_plugin")
     from jax.sharding import NamedSharding, PartitionSpec
 
     mesh = described_mesh(MeshConfig(fsdp=2), read_cluster("1x2xh200"))
     rows = PartitionSpec("fsdp")
-    arrays, segment_ids = draw(np.ones((4, 128), np.int32), 4, 2, 64)
+    arrays, segment_ids = draw(np.ones((4, 128), np.int32), 4, 2, *widths)
     split = jax.shard_map(partial(step, packed_attention), mesh=mesh, in_specs=(rows, rows), out_specs=rows)
     arguments = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, rows)),
         (arrays, segment_ids),
     )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        assert "fmha" in (jax.jit(split).lower(*arguments).compile().as_text() or "")
+    # Rows of one document and rows of several, forward and backward.
+    with for_described_gpus(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = jax.jit(split).lower(*arguments).compile().as_text() or ""
+    assert (
+        len(re.findall(r"__cudnn\$fmhaSoftmax\b", text)) == len(re.findall(r"__cudnn\$fmhaSoftmaxBackward", text)) == 2
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("key_heads", [8, 2])
-def test_on_a_gpu_results_and_gradients_are_near_the_plain_form(key_heads):
+@pytest.mark.parametrize(
+    ("key_heads", "widths"), [(8, (128,)), (2, (128,)), (8, (192, jnp.bfloat16, 128)), (8, (256,))]
+)
+def test_on_a_gpu_results_and_gradients_are_near_the_plain_form(key_heads, widths):
     whole = rows_of_documents([256], [256], [100], [], [1], length=256)
     several = rows_of_documents([100, 100, 56], [256], [1, 2, 3, 4], [], [10, 200], length=256)
     many = rows_of_documents([3] * (MOST_DOCUMENTS + 1), [256], length=256)
     for rows in (whole, several, many):
-        arrays, segment_ids = draw(rows, 8, key_heads, 128)
+        arrays, segment_ids = draw(rows, 8, key_heads, *widths)
         got, again = (jax.jit(partial(step, packed_attention))(arrays, segment_ids) for _ in range(2))
         wide = [array.astype(jnp.float32) for array in arrays]
         with jax.default_matmul_precision("highest"):

@@ -91,13 +91,17 @@ def situ(gate, up):
     return 4 * np.tanh(gate / 4) / (1 + np.exp(-gate)) * 25 * np.tanh(up / 25)
 
 
-def test_the_layer_follows_its_formula_token_by_token():
+@pytest.mark.parametrize("resident", [0, 4])
+def test_the_layer_follows_its_formula_token_by_token(resident):
+    """Experts with weights of their own, or groups of them with the same."""
+    model, num_resident = with_moe(resident_experts=resident), resident or MOE.num_experts
     with jax.enable_x64(True):
         inputs, is_real, cotangent = draw()
-        output, statistics, _, _ = run(MODEL, MeshConfig(), inputs, is_real, cotangent)
-        w = {name: np.asarray(v.get_value()) for name, v in make(MODEL)[1].items() if name != "shared"}
-        shared = {name: np.asarray(v.get_value()) for name, v in make(MODEL)[1]["shared"].items()}
-        bias = np.asarray(make(MODEL)[2]["bias"].get_value())
+        output, statistics, _, _ = run(model, MeshConfig(), inputs, is_real, cotangent)
+        w = {name: np.asarray(v.get_value()) for name, v in make(model)[1].items() if name != "shared"}
+        shared = {name: np.asarray(v.get_value()) for name, v in make(model)[1]["shared"].items()}
+        bias = np.asarray(make(model)[2]["bias"].get_value())
+        assert len(w["gate"]) == num_resident
         load = np.zeros(MOE.num_experts, int)
         for row, position in np.argwhere(is_real):
             x = inputs[row, position]
@@ -105,9 +109,8 @@ def test_the_layer_follows_its_formula_token_by_token():
             taken = np.argsort(-(scores + bias), kind="stable")[: MOE.experts_per_token]
             load[taken] += 1
             z = x @ w["latent_down"]
-            mixed = sum(
-                scores[e] / scores[taken].sum() * situ(z @ w["gate"][e], z @ w["up"][e]) @ w["down"][e] for e in taken
-            )
+            weights = [(scores[e] / scores[taken].sum(), e % num_resident) for e in taken]
+            mixed = sum(share * situ(z @ w["gate"][e], z @ w["up"][e]) @ w["down"][e] for share, e in weights)
             normed = mixed / np.sqrt(np.mean(mixed**2) + MODEL.norm_epsilon) * w["latent_norm"]
             expected = normed @ w["latent_up"] + situ(x @ shared["gate"], x @ shared["up"]) @ shared["down"]
             np.testing.assert_allclose(output[row, position], expected, rtol=0, atol=1e-12)
@@ -137,6 +140,23 @@ def test_the_layer_follows_its_formula_token_by_token():
             MeshConfig(fsdp=2, tensor=2, expert=2),
             {"capacity_factor": 0.5, "transport": "ragged", "exchange_chunks": 2},
             FORCED,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            MeshConfig(expert=8),
+            {"capacity_factor": 0.2, "transport": "by_node", "node_devices": 2},
+            FORCED,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            MeshConfig(tensor=2, context=2, expert=2),
+            {
+                "capacity_factor": 0.5,
+                "transport": "by_node",
+                "node_devices": 4,
+                "expert_axes": "context_and_expert",
+            },
+            FORCED[:1],
             marks=pytest.mark.slow,
         ),
         pytest.param(MeshConfig(fsdp=8), {}, (), marks=pytest.mark.slow),

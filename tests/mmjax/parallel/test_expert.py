@@ -107,6 +107,17 @@ CONTEXT2_EXPERT2 = MeshConfig(context=2, expert=2)
         pytest.param(EXPERT4, 100, {"capacity_factor": 100.0, "num_chunks": 3}, 1, id="one round for all"),
         pytest.param(FSDP2_EXPERT4, 100, {"capacity_factor": 0.5, "transport": "ring"}, None, id="ring"),
         pytest.param(
+            FSDP2_EXPERT4, 100, {"capacity_factor": 0.3, "transport": "by_node", "node_devices": 2}, None, id="by node"
+        ),
+        pytest.param(
+            CONTEXT2_EXPERT2,
+            0,
+            {"transport": "by_node", "node_devices": 2, "mesh_axes": ("context", "expert")},
+            None,
+            id="spread by node",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             CONTEXT2_EXPERT2, 0, {"capacity_factor": 0.5, "mesh_axes": ("context", "expert")}, None, id="spread"
         ),
         pytest.param(
@@ -158,19 +169,19 @@ def check_all_are_carried(mesh, skew, settings, rounds):
             np.testing.assert_array_equal(num_rounds, rounds)
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", "ring"])
+@pytest.mark.parametrize("transport", ["all_to_all", "by_node", "ring"])
 def test_drop_leaves_out_exactly_what_one_round_cannot_carry(transport):
     with jax.enable_x64(True):
         arrays = draw(4, 1.0)
         index = arrays[1]
         carried = carried_by_one_round(index, 4, 4, 0.5)
-        run = exchange(EXPERT4, capacity_factor=0.5, overflow="drop", transport=transport)
+        run = exchange(EXPERT4, capacity_factor=0.5, overflow="drop", transport=transport, node_devices=2)
         mixed, _, dropped, *gradients = run(*map(jnp.asarray, arrays))
         for result, wanted in zip((mixed, *gradients), expect(*arrays, carried), strict=True):
             np.testing.assert_allclose(result, wanted, rtol=0, atol=1e-12)
         per_device = np.sum((index >= 0) & ~carried, axis=1).reshape(4, -1).sum(axis=1)
         assert per_device.sum() > 10 and np.sum(dropped) == per_device.sum()
-        if transport == "all_to_all":
+        if transport != "ring":
             np.testing.assert_array_equal(dropped, per_device)
 
 
@@ -192,13 +203,15 @@ def num_collectives(text, name):
 @pytest.mark.parametrize(
     ("settings", "collectives"),
     [
-        # Experts' numbers; of each chunk rows and results, and the gradients of both.
-        ({"num_chunks": 2}, {"all-to-all": 1 + 2 * 4, "collective-permute": 0}),
+        # Experts' numbers, weights and their gradients; of each chunk rows and results, and the gradients of both.
+        ({"num_chunks": 2}, {"all-to-all": 3 + 2 * 4, "collective-permute": 0}),
+        # The same in each node, which rows are whose, and between nodes rows, sums, and the gradients of both.
+        ({"transport": "by_node", "node_devices": 2}, {"all-to-all": 3 + 2 * 4 + 1, "collective-permute": 4}),
         # Rows, indices and weights, at first and in each step; sums in each step and at last; gradients of all but
         # indices.
         ({"transport": "ring"}, {"all-to-all": 0, "collective-permute": 3 + 4 + 1 + 2 + 3 + 1}),
     ],
-    ids=["all to all", "ring"],
+    ids=["all to all", "by node", "ring"],
 )
 def test_the_program_holds_the_exchanges_meant_and_no_row_for_every_expert_and_token(settings, collectives):
     text = compiled_text(EXPERT4, capacity_factor=1.0, overflow="drop", **settings)

@@ -18,12 +18,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mmjax.checkpoint import store
 from mmjax.checkpoint.store import Store
-from mmjax.config import CheckpointConfig, MeshConfig, RunConfig, TrainingConfig
+from mmjax.config import CheckpointConfig, DataConfig, MeshConfig, RunConfig, TrainingConfig
 from mmjax.data.evaluation import EvaluationAnswer
 from mmjax.errors import EXIT_INTERRUPTED, CheckpointError, ConfigurationError, DataError, NonFiniteError
 from mmjax.monitor.metrics import read_lines
 from mmjax.parallel.mesh import make_mesh
 from mmjax.training import loop
+from mmjax.training.compiled_step import abstract_batch
 from mmjax.training.evaluation import EvaluationResult, GivenAnswer
 from mmjax.training.step import TrainState
 
@@ -140,6 +141,8 @@ def _tiny_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         loop, "place_batch", lambda batch, mesh: jax.device_put(batch, NamedSharding(mesh, PartitionSpec("fsdp")))
     )
+    inputs = jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec("fsdp")))
+    monkeypatch.setattr(loop, "abstract_batch", lambda *_: inputs)
     monkeypatch.setattr(loop.dry_run, "estimate", lambda *_: NoEstimate())
 
 
@@ -327,6 +330,32 @@ def test_without_held_out_samples_the_run_says_so(tmp_path: Path, capfd: pytest.
     assert loop.run(config, MESH) == 0
     assert "nothing held out" in capfd.readouterr().out
     assert not (tmp_path / "answers.png").exists()
+
+
+def test_warm_up_compiles_for_every_declared_size_of_a_batch_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[int] = []
+    said: list[str] = []
+
+    class Listener:
+        num_cached = 3
+        say = staticmethod(said.append)
+
+    def compile_step(config: Any, mesh: Any, state: str, batch: Any, recorder: Any) -> Callable:
+        compiled.append(batch.patches.shape[1])
+        Listener.num_cached += len(compiled) == 2
+        return lambda state, batch: (state, {})
+
+    monkeypatch.setattr(loop, "compile_step", compile_step)
+    monkeypatch.setattr(loop, "abstract_batch", abstract_batch)
+    config = RunConfig(data=DataConfig(row_patches=64, image_max_patches=64, patch_buckets=3))
+    programs: Any = loop.StepPrograms(config, MESH, Listener)  # type: ignore[arg-type]
+    programs.warm_up("")
+    assert compiled == [64, 32, 16]
+    assert "3 shapes" in said[0] and ", 1 from the compilation cache" in said[0]
+    programs("", abstract_batch(config, MESH, 32))
+    assert len(compiled) == 3
 
 
 def test_the_step_is_compiled_once_for_each_shape_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
