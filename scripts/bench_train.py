@@ -10,39 +10,56 @@ model reads pictures, and a loss on all that follows. What is printed:
     MFU             those over 989.5 TFLOP/s, the vendor's figure for bfloat16 on an H100 or H200 SXM
     memory          the largest that was in use, as the allocator counts it, and the compiler's own account
     by part         time of the GPU's kernels in one traced step, by their names
+    busy            with --run N: of N steps handed over one behind the other, as the loop does, the share of time in
+                    which a kernel ran, from a trace; and what a step took, from first to last
+    loads           with --loads: steps whose routers' biases are drawn anew before each, so that experts' loads differ
+    first step      beside it what comes before: tracing and lowering, compiling (or taking from the compilation cache,
+                    if JAX_COMPILATION_CACHE_DIR names one, or loading), and drawing the weights
+
+`--compiler NAME=VALUE` gives XLA an option. `--save-program FILE` compiles for an H200 that need not be there, and
+stops; `--load-program FILE` takes that program instead of compiling.
 """
 
 import argparse
+import ast
 import dataclasses
 import gzip
 import importlib
 import json
+import pickle
 import re
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import serialize_executable
 
 from mmjax.config import RunConfig
 from mmjax.data.batch import Batch
 from mmjax.data.packing import fill
+from mmjax.models.fused_attention import for_described_gpus
+from mmjax.parallel.described import described_mesh
 from mmjax.parallel.mesh import make_mesh
+from mmjax.planner.topology import read_cluster
+from mmjax.training.compiled_step import abstract_batch
 from mmjax.training.dry_run import estimate
 from mmjax.training.step import abstract_state, init_state, make_train_step, place_batch
 
 PEAK_FLOPS = 989.5e12
 PARTS = (  # the first pattern that a kernel's name holds counts
     ("attention", r"fmha|sdpa|flash|cudnn_generated"),
-    ("linear attention", r"prepare|scan_back|^scan|parts_of_tokens|gradients"),
+    ("linear attention", r"prepare|scan_back|^scan|parts_of_tokens|gradients|convolve"),
     ("experts", r"moe_"),
     ("cross-entropy", r"cross_entropy"),
     ("attention residuals", r"attention_residual"),
     ("products", r"gemm|nvjet|cutlass|xmma|sm90_xmma|dot"),
-    ("copies", r"memcpy|copy|memset"),
+    ("copies", r"memcpy|copy|memset|dynamic_slice|dynamic_update_slice"),
 )
 
 
@@ -73,20 +90,165 @@ def draw_batch(config: RunConfig, seed: int = 0) -> Batch:
     return batch
 
 
-def kernel_times(directory: str) -> Counter[str]:
-    """Microseconds of kernels on the GPU by name, from a trace that JAX wrote."""
-    times: Counter[str] = Counter()
+def kernel_events(directory: str) -> list[tuple[str, float, float]]:
+    """(name, start, end) of what the GPU's streams ran, in microseconds, from a trace that JAX wrote."""
+    found = []
     for path in Path(directory).rglob("*.trace.json.gz"):
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         lanes = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-        for event in events:
-            if event.get("ph") == "X" and lanes.get((event["pid"], event.get("tid")), "").startswith("Stream"):
-                times[event["name"]] += event["dur"]
-    return times
+        found += [
+            (event["name"], event["ts"], event["ts"] + event["dur"])
+            for event in events
+            if event.get("ph") == "X" and lanes.get((event["pid"], event.get("tid")), "").startswith("Stream")
+        ]
+    return found
+
+
+def traced(run: Callable[[], Any]) -> list[tuple[str, float, float]]:
+    """`kernel_events` of what `run` does."""
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            jax.block_until_ready(run())
+        return kernel_events(directory)
+
+
+def busy_share(events: Iterable[tuple[str, float, float]]) -> float:
+    """Of the time from the first event to the end of the last, the share in which at least one was under way."""
+    intervals = sorted((start, end) for _, start, end in events)
+    begun, reached, busy = intervals[0][0], intervals[0][0], 0.0
+    for start, end in intervals:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy / (reached - begun)
 
 
 def part_of(kernel: str) -> str:
     return next((part for part, pattern in PARTS if re.search(pattern, kernel, re.IGNORECASE)), "others")
+
+
+def save_program(config: RunConfig, compiler_options: dict[str, Any], file: Path) -> None:
+    """Compile the step for a described H200, as `Benchmark` does for the one that is here."""
+    mesh = described_mesh(config.mesh, read_cluster("1xh200"))
+    with for_described_gpus(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = make_train_step(config, mesh).lower(abstract_state(config, mesh), abstract_batch(config, mesh))
+        step = lowered.compile(compiler_options=compiler_options)
+    file.write_bytes(pickle.dumps(serialize_executable.serialize(step)))
+
+
+class Benchmark:
+    """An experiment's step, compiled or loaded, and its state and batch once they are drawn."""
+
+    def __init__(self, name: str, config: RunConfig, compiler_options: dict[str, Any], program: Path | None = None):
+        self.name, self.config, self.mesh = name, config, make_mesh(config.mesh)
+        self.device = self.mesh.devices.flat[0]
+        state, batch = abstract_state(config, self.mesh), abstract_batch(config, self.mesh)
+        self.flops = estimate(config, state).training_step_flops
+        print(f"{name} on {self.device.device_kind}, jax {jax.__version__} {compiler_options or ''}", flush=True)
+        begun = time.perf_counter()
+        if program is not None:
+            saved = pickle.loads(program.read_bytes())
+            devices = list(self.mesh.devices.flat)
+            self.step = serialize_executable.deserialize_and_load(*saved, backend="gpu", execution_devices=devices)
+            print(f"program loaded in {time.perf_counter() - begun:.1f} s", flush=True)
+            return
+        lowered = make_train_step(config, self.mesh).lower(state, batch)
+        seconds, begun = time.perf_counter() - begun, time.perf_counter()
+        self.step = lowered.compile(compiler_options=compiler_options)
+        print(f"traced and lowered in {seconds:.1f} s, compiled in {time.perf_counter() - begun:.1f} s", flush=True)
+
+    def account(self) -> str:
+        memory: Any = self.step.memory_analysis()
+        program = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return f"{(program + memory.temp_size_in_bytes) / 1e9:.1f} GB by the compiler's account"
+
+    def draw(self) -> None:
+        begun = time.perf_counter()
+        self.state, self.batch = init_state(self.config, self.mesh), place_batch(draw_batch(self.config), self.mesh)
+        jax.block_until_ready((self.state, self.batch))
+        print(f"weights drawn in {time.perf_counter() - begun:.1f} s", flush=True)
+
+    def time_steps(self, number: int) -> None:
+        """Each by itself, until its loss is on the host."""
+        times, losses = [], []
+        for _ in range(number):
+            begun = time.perf_counter()
+            self.state, metrics = self.step(self.state, self.batch)
+            losses.append(float(metrics["loss"]))
+            times.append(time.perf_counter() - begun)
+        seconds = statistics.median(times[2:] or times)
+        tokens, rate = self.config.data.rows * self.config.data.row_tokens, self.flops / seconds
+        print(f"losses {' '.join(f'{loss:.4f}' for loss in losses)}")
+        print(f"first step {times[0]:.2f} s")
+        print(f"step {seconds * 1e3:.1f} ms ({' '.join(f'{t * 1e3:.0f}' for t in times)})")
+        print(f"{tokens / seconds:,.0f} tokens/s")
+        print(f"{self.flops / 1e12:.1f} TFLOP a step, {rate / 1e12:.0f} model TFLOP/s, MFU {rate / PEAK_FLOPS:.1%}")
+        held = (self.device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+        print(f"memory {held / 1e9:.1f} GB in use at most, {self.account()}", flush=True)
+
+    def run(self, number: int) -> Any:
+        """Steps handed over without waiting; the metrics of each are read while the next one runs."""
+        metrics = None
+        for _ in range(number):
+            before = metrics
+            self.state, metrics = self.step(self.state, self.batch)
+            jax.device_get(before)
+        return metrics
+
+    def time_loads(self, number: int) -> None:
+        """Steps with biases of routers of several deviations, each drawn anew before it."""
+        biases = jax.device_get(self.state.router_biases)
+        for deviation in (0.0, 0.01, 0.1, 1.0):
+            times, loads = [], []
+            for seed in range(number):
+                random = np.random.default_rng(seed)
+                drawn = {
+                    path: jax.device_put(
+                        (bias + deviation * random.normal(size=bias.shape)).astype(bias.dtype),
+                        self.state.router_biases[path].sharding,
+                    )
+                    for path, bias in biases.items()
+                }
+                state = dataclasses.replace(self.state, router_biases=jax.block_until_ready(drawn))
+                begun = time.perf_counter()
+                self.state, metrics = self.step(state, self.batch)
+                loads.append(float(metrics["moe_load_max_over_mean"]))
+                times.append(time.perf_counter() - begun)
+            print(
+                f"biases of deviation {deviation}: largest load {statistics.median(loads):.1f} times the mean, step "
+                f"{statistics.median(times) * 1e3:.1f} ms ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})",
+                flush=True,
+            )
+
+    def print_parts(self, num_kernels: int) -> None:
+        parts, kernels = defaultdict[str, float](float), defaultdict[str, float](float)
+        for name, start, end in traced(lambda: self.run(1)):
+            kernels[name] += end - start
+            parts[part_of(name)] += end - start
+        for part, microseconds in sorted(parts.items(), key=lambda item: -item[1]):
+            print(f"  {part:20s} {microseconds / 1e3:8.1f} ms")
+        for kernel, microseconds in sorted(kernels.items(), key=lambda item: -item[1])[:num_kernels]:
+            print(f"    {microseconds / 1e3:8.1f} ms  {kernel[:100]}")
+
+    def print_busy(self, number: int) -> None:
+        jax.block_until_ready(self.run(2))
+        begun = time.perf_counter()
+        jax.block_until_ready(self.run(number))
+        seconds = (time.perf_counter() - begun) / number
+        share = busy_share(traced(lambda: self.run(number)))
+        print(
+            f"{number} steps: {seconds * 1e3:.1f} ms each; traced, a kernel ran in {share:.2%} of the time", flush=True
+        )
+
+
+def options_of(texts: Iterable[str]) -> dict[str, Any]:
+    """NAME=VALUE, a Python literal or else a word."""
+    options = {}
+    for name, value in (text.split("=", 1) for text in texts):
+        try:
+            options[name] = ast.literal_eval(value)
+        except ValueError:
+            options[name] = value
+    return options
 
 
 def main() -> None:
@@ -96,6 +258,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="rows of a batch instead of the experiment's")
     parser.add_argument("--keep", nargs="*", help="results that rematerialisation keeps instead of the experiment's")
     parser.add_argument("--no-triton-products", action="store_true", help="all matrix products by cuBLAS: less to try")
+    parser.add_argument("--compiler", nargs="*", default=[], metavar="NAME=VALUE", help="options of XLA")
+    parser.add_argument("--loads", action="store_true", help="also steps with various loads of experts")
+    parser.add_argument("--run", type=int, default=0, metavar="N", help="also N steps as the loop hands them over")
+    parser.add_argument("--save-program", type=Path, metavar="FILE")
+    parser.add_argument("--load-program", type=Path, metavar="FILE")
     parser.add_argument("--kernels", type=int, default=12, help="how many kernels to list")
     options = parser.parse_args()
     config = importlib.import_module(f"experiments.{options.experiment}").run()
@@ -103,50 +270,20 @@ def main() -> None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, rows=options.rows))
     if options.keep is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat_keep=tuple(options.keep)))
-    mesh = make_mesh(config.mesh)
-    device = mesh.devices.flat[0]
-    flops = estimate(config, abstract_state(config, mesh)).training_step_flops
-    begun = time.perf_counter()
-    state, batch = init_state(config, mesh), place_batch(draw_batch(config), mesh)
-    jax.block_until_ready((state, batch))
-    print(f"{options.experiment} on {device.device_kind}, jax {jax.__version__}")
-    print(f"weights drawn in {time.perf_counter() - begun:.1f} s", flush=True)
-    begun = time.perf_counter()
-    compiler_options = {"xla_gpu_enable_triton_gemm": False} if options.no_triton_products else None
-    step = make_train_step(config, mesh).lower(state, batch).compile(compiler_options=compiler_options)
-    print(f"compiled in {time.perf_counter() - begun:.1f} s", flush=True)
-    times, losses = [], []
-    for _ in range(options.steps):
-        begun = time.perf_counter()
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-        times.append(time.perf_counter() - begun)
-    seconds = statistics.median(times[2:] or times)
-    tokens = config.data.rows * config.data.row_tokens
-    memory, held = step.memory_analysis(), device.memory_stats() or {}
-    program = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    print(f"losses {' '.join(f'{loss:.4f}' for loss in losses)}")
-    print(f"step {seconds * 1e3:.1f} ms ({' '.join(f'{t * 1e3:.0f}' for t in times)})")
-    print(f"{tokens / seconds:,.0f} tokens/s")
-    rate = flops / seconds
-    print(f"{flops / 1e12:.1f} TFLOP a step, {rate / 1e12:.0f} model TFLOP/s, MFU {rate / PEAK_FLOPS:.1%}")
-    print(
-        f"memory {held.get('peak_bytes_in_use', 0) / 1e9:.1f} GB in use at most, "
-        f"{(program + memory.temp_size_in_bytes) / 1e9:.1f} GB by the compiler's account",
-        flush=True,
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
-            state, metrics = step(state, batch)
-            jax.block_until_ready(state)
-        kernels = kernel_times(directory)
-    parts: Counter[str] = Counter()
-    for kernel, microseconds in kernels.items():
-        parts[part_of(kernel)] += microseconds
-    for part, microseconds in parts.most_common():
-        print(f"  {part:20s} {microseconds / 1e3:8.1f} ms")
-    for kernel, microseconds in kernels.most_common(options.kernels):
-        print(f"    {microseconds / 1e3:8.1f} ms  {kernel[:100]}")
+    compiler_options = options_of(options.compiler)
+    if options.no_triton_products:
+        compiler_options["xla_gpu_enable_triton_gemm"] = False
+    if options.save_program:
+        save_program(config, compiler_options, options.save_program)
+        return
+    benchmark = Benchmark(options.experiment, config, compiler_options, options.load_program)
+    benchmark.draw()
+    benchmark.time_steps(options.steps)
+    benchmark.print_parts(options.kernels)
+    if options.loads:
+        benchmark.time_loads(6)
+    if options.run:
+        benchmark.print_busy(options.run)
 
 
 if __name__ == "__main__":

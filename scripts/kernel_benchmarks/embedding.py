@@ -25,7 +25,8 @@ def input_rows(table, features, tokens, feature_index):
     """As `Decoder.embed` and `place_features` do it on one device."""
     rows = jnp.take(table.astype(jnp.float32), tokens, axis=0).astype(table.dtype)
     is_feature = feature_index >= 0
-    placed = jnp.take(features, jnp.where(is_feature, feature_index, 0), axis=0)
+    place = jnp.where(is_feature, feature_index, features.shape[0])
+    placed = jnp.take(features, place, axis=0, mode="fill", fill_value=0)
     return jnp.where(is_feature[:, None], placed, rows)
 
 
