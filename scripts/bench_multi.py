@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="virtual CPU devices and tiny shapes")
     parser.add_argument("--seconds", type=float, default=470.0, help="after which everything is ended")
     parser.add_argument("--compile-seconds", type=float, default=200.0, help="after which timings begin at the latest")
-    parser.add_argument("--processes", type=int, default=max(2, (os.cpu_count() or 1) // 6), help="at the same time")
+    parser.add_argument("--processes", type=int, default=max(2, (os.cpu_count() or 1) // 4), help="at the same time")
     parser.add_argument("--list", action="store_true", help="print the names of all cases")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--shared", type=Path, help=argparse.SUPPRESS)

@@ -13,6 +13,8 @@ fi
 # Tests compare with PyTorch, alone and first, so that nothing else chooses its build. Where pip would take a CUDA build
 # of several gigabytes, point PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds.
 install_torch() {
-    "$VENV/bin/python" -c 'import torch' 2>/dev/null ||
+    "$VENV/bin/python" -c 'import torch' 2>/dev/null || {
+        echo "installing PyTorch into $VENV; where its index has no CPU build this is a download of gigabytes" >&2
         "$VENV/bin/python" -m pip install --quiet --no-compile 'torch==2.13.0'
+    }
 }

@@ -13,9 +13,9 @@ _TINY = ["-k", "initial_state or no_gradient_of_a_frozen or does_not_exist"]
 
 def run(session: Session, name: str, *, file: str) -> None:
     """Report each test as it ends: those behind one that hangs are lost, those before it are not."""
-    workers = ["-n", "0"] if session.is_tiny else ["-n", "6", "--dist", "worksteal"]
+    workers = ["-n", "0"] if session.is_tiny else ["-n", "3", "--dist", "worksteal"]
     chosen = _TINY if session.is_tiny else ["--gpu", "--slow", "-m", "mesh or multigpu"]
-    command = [sys.executable, "-m", "pytest", "-v", "--color=no", *workers, *chosen, file]
+    command = ["nice", sys.executable, "-m", "pytest", "-v", "--color=no", *workers, *chosen, file]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         for line in child.stdout or ():
             print(line, end="", flush=True)

@@ -1,5 +1,6 @@
-"""`--mesh 4x2x16`: pipe, tensor and expert together on 128 virtual devices give the numbers of one device."""
+"""Many virtual devices: `--mesh 4x2x16` (pipe, tensor, expert) gives the numbers of one device, `1x2x16` trains."""
 
+import math
 import os
 import subprocess
 import sys
@@ -54,3 +55,15 @@ def test_the_mesh_4x2x16_on_128_devices_trains_as_one_device_does(tmp_path):
     for one, many in zip(alone, together, strict=True):
         for name in ("loss", "gradient_norm", "moe_load_max_over_mean", "real_tokens", "supervised_tokens"):
             assert abs(one[name] - many[name]) <= 1e-9 * abs(one[name]), name
+
+
+@pytest.mark.slow
+def test_thirty_two_devices_train_on_a_mesh_of_1x2x16(tmp_path):
+    options = """
+        --mesh 1x2x16 --model.width 32 --model.moe.num-experts 32 --model.linear-attention.decay-rank 16
+        --model.full-attention.latent-width 16 --model.full-attention.query-rank 16 --model.vision.width 16
+        --data.rows 16 --training.accumulation 1 --training.steps 3
+    """
+    records = train(tmp_path / "many", 32, *options.split())
+    assert len(records) == 3 and all(math.isfinite(record["loss"]) for record in records)
+    assert {record["compilations"] for record in records} == {1}

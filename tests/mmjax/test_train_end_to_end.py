@@ -28,25 +28,14 @@ from mmjax.monitor.metrics import read_lines
 from mmjax.parallel.mesh import make_mesh
 from mmjax.training import evaluation, loop
 from mmjax.training.step import abstract_state
+from tests.mmjax import tiny_run
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
-SETTINGS = """
-mesh: {tensor: 2, expert: 4}
-model:
-  width: 16
-  num_layers: 2
-  vocabulary_size: 264
-  full_attention_layers: [1]
-  residual_block_layers: 1
-  linear_attention: {num_heads: 2, key_width: 4, value_width: 4, decay_rank: 4, chunk_tokens: 16}
-  full_attention: {num_heads: 2, query_rank: 8, latent_width: 8, nope_width: 4, shared_key_width: 4, value_width: 4}
-  moe: {num_experts: 4, experts_per_token: 2, expert_width: 8, latent_width: 8, dense_width: 16}
-  vision: {num_layers: 1, width: 8, num_heads: 1, head_width: 8, hidden_width: 16}
-data: {rows: 8, row_tokens: 48, row_patches: 32, image_max_patches: 16, packing_window: 4, eval_samples: 8}
-optimizer: {warmup_steps: 2}
-checkpoint: {every_steps: 5}
-training: {steps: 20, accumulation: 2, eval_every_steps: 10, max_nonfinite_steps: 3}
+SETTINGS = f"""{tiny_run.SETTINGS}
+mesh: {{tensor: 2, expert: 4}}
+checkpoint: {{every_steps: 5}}
+training: {{steps: 20, accumulation: 2, eval_every_steps: 10, max_nonfinite_steps: 3}}
 """
 
 Change = Callable[[int, Batch], Batch | None]
@@ -495,28 +484,3 @@ def assert_one_message(capfd: pytest.CaptureFixture, *parts: str) -> None:
     assert all(part in error for part in parts), error
     # JAX and the run itself may have said something before.
     assert error.count("error: ") <= 1 and "Traceback" not in error and "never retrieved" not in error, error
-
-
-@pytest.mark.slow
-def test_thirty_two_devices_train_on_a_mesh_of_1x2x16(tmp_path: Path) -> None:
-    (tmp_path / "tiny.yaml").write_text(SETTINGS)
-    options = """
-        --config tiny.yaml --run-dir run --mesh 1x2x16 --model.width 32 --model.moe.num-experts 32
-        --model.linear-attention.decay-rank 16 --model.full-attention.latent-width 16
-        --model.full-attention.query-rank 16 --model.vision.width 16
-        --data.rows 16 --training.accumulation 1 --training.steps 3
-    """
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=32"
-    finished = subprocess.run(
-        [sys.executable, "-m", "mmjax.train", *options.split()],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert "mesh: expert=16 tensor=2" in finished.stdout
-    records = read_lines(tmp_path / "run/metrics.jsonl")
-    assert len(records) == 3 and all(np.isfinite(record["loss"]) for record in records)
-    assert {record["compilations"] for record in records} == {1}
