@@ -13,6 +13,8 @@ from pallas_kernels.sparse_attention.gathering import BLOCK, count_blocks
 
 APART = 5
 """Blocks of keys from where one query begins to where the next one does."""
+EXTRA_BITS = 18
+"""Of a sum in whole numbers, at least, below the 22 of its largest possible value."""
 LOWEST = -1e30
 """Below all scores, and finite."""
 
@@ -47,37 +49,43 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Gradients [T, J, K], [S, K] and [T, J], float32, of the losses times `loss_gradient` [T].
 
-    With `most` [], which no sum of absolute parts of the keys' gradient may exceed, that gradient is summed in
-    integers, bitwise the same in whatever order.
+    With `most` [], which no sum of absolute parts of the keys' gradient may exceed, that gradient is summed in whole
+    numbers, bitwise the same in whatever order.
+
+    Raises:
+      ValueError: there are more than 2^23 queries to sum over in whole numbers.
     """
     specs, whole, row = _specs(index_query, index_key, indices)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32, manual_axis_type=_varying(index_query))
-    sum_type, units, fine = jnp.float32, (), 0
-    if most is not None:
-        # A number is whole units and, in a second integer, 2^-fine of them: as many as no sum of T such parts exceeds.
-        units = (jnp.broadcast_to(jnp.maximum(most * 2.0**-30, 2.0**-100), normals.shape),)
-        sum_type, fine = jnp.int32, min(31 - (indices.shape[0] - 1).bit_length(), 24)
-    zeros = jnp.pad(lax.full_like(index_key, 0, sum_type), ((0, int(interpret)), (0, 0)))
-    all_sums = pl.BlockSpec(zeros.shape, lambda row: (0, 0))
-    num_sums = 1 + len(units)
+    # A sum of whole numbers is exact, in whatever order, as long as it stays below 2^24. A number is whole units, then
+    # whole parts of what is left, each with as many bits as T such parts leave room for.
+    bits = 24 - (indices.shape[0] - 1).bit_length()
+    if most is not None and bits < 1:
+        raise ValueError(f"sums that do not depend on the order take up to 2^23 queries, got {indices.shape[0]}")
+    num_words = 1 if most is None else 1 + -(-EXTRA_BITS // bits)
+    units = () if most is None else (jnp.broadcast_to(jnp.maximum(most * 2.0**-22, 2.0**-100), normals.shape),)
+    num_rows = index_key.shape[0] + int(interpret)
+    zeros = jnp.broadcast_to(
+        jnp.pad(lax.full_like(index_key, 0, jnp.float32), ((0, int(interpret)), (0, 0)))[None],
+        (num_words, num_rows, index_key.shape[1]),
+    )
+    all_sums = pl.BlockSpec(zeros.shape, lambda row: (0, 0, 0))
     inputs = index_query, head_weight, indices, target, count_blocks(indices), normals, loss_gradient, *units, index_key
-    query_gradient, weight_gradient, *sums = pl.pallas_call(
-        functools.partial(_gradients, fine=fine, interpret=interpret),
+    query_gradient, weight_gradient, sums = pl.pallas_call(
+        functools.partial(_gradients, bits=bits, interpret=interpret),
         grid=indices.shape[:1],
-        in_specs=[*specs[:2], row, row, *[specs[2]] * (3 + len(units)), whole, *[all_sums] * num_sums],
-        out_specs=[specs[0], specs[1], *[all_sums] * num_sums],
-        out_shape=[
-            *map(shape, (index_query.shape, head_weight.shape)),
-            *[shape(zeros.shape, dtype=sum_type)] * num_sums,
-        ],
-        input_output_aliases={len(inputs) + number: 2 + number for number in range(num_sums)},
+        in_specs=[*specs[:2], row, row, *[specs[2]] * (3 + len(units)), whole, all_sums],
+        out_specs=[specs[0], specs[1], all_sums],
+        out_shape=[*map(shape, (index_query.shape, head_weight.shape, zeros.shape))],
+        input_output_aliases={len(inputs): 2},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="selected_loss_backward",
-    )(*inputs, *[zeros] * num_sums)
-    key_gradient = sums[0][: index_key.shape[0]].astype(jnp.float32)
+    )(*inputs, zeros)
+    key_gradient = sums[0, : index_key.shape[0]]
+    for word in range(1, num_words):
+        key_gradient += sums[word, : index_key.shape[0]] * 2.0 ** (-word * bits)
     if units:
-        key_gradient += sums[1][: index_key.shape[0]].astype(jnp.float32) * 2.0**-fine
         key_gradient *= units[0][0]
     return query_gradient, key_gradient, weight_gradient
 
@@ -135,10 +143,9 @@ def _loss(query_ref, weight_ref, indices_ref, target_ref, count_ref, keys_ref, l
 
 
 def _gradients(
-    query_ref, weight_ref, indices_ref, target_ref, count_ref, normal_ref, loss_gradient_ref, *refs, fine, interpret,
+    query_ref, weight_ref, indices_ref, target_ref, count_ref, normal_ref, loss_gradient_ref, *refs, bits, interpret,
 ):  # fmt: skip
-    *unit_ref, keys_ref = refs[: 2 if fine else 1]
-    query_out, weight_out, *keys_out = refs[4 if fine else 2 :]
+    *unit_ref, keys_ref, _, query_out, weight_out, keys_out = refs
     query, weight, normal, loss_gradient = query_ref[...], weight_ref[...], normal_ref[...], loss_gradient_ref[...]
     scale, count = query.shape[1] ** -0.5, count_ref[...]
     # Neighbours, which have many keys in common, would else add to the same ones at the same time.
@@ -162,13 +169,14 @@ def _gradients(
         # Interpreted, nothing can be masked: holes then add to a row of their own.
         place = jnp.where(is_key[:, None], place, keys_ref.shape[0]) if interpret else place
         by_key = _dot(turned, query)
-        if fine:
-            units = by_key / unit_ref[0][...]
-            whole = jnp.floor(units)
-            part = jnp.floor((units - whole) * 2.0**fine)
-            plt.atomic_add(keys_out[1], (place, column), part.astype(jnp.int32), mask=mask)
-            by_key = whole.astype(jnp.int32)
-        plt.atomic_add(keys_out[0], (place, column), by_key, mask=mask)
+        if not unit_ref:
+            plt.atomic_add(keys_out, (jnp.zeros_like(place), place, column), by_key, mask=mask)
+            return query_gradient, weight_gradient
+        rest = by_key / unit_ref[0][...]
+        for word in range(keys_out.shape[0]):
+            whole = jnp.floor(rest)
+            plt.atomic_add(keys_out, (jnp.full_like(place, word), place, column), whole, mask=mask)
+            rest = (rest - whole) * 2.0**bits
         return query_gradient, weight_gradient
 
     zeros = jnp.zeros(query.shape, jnp.float32), jnp.zeros(weight.shape, jnp.float32)

@@ -61,10 +61,11 @@ def _count(is_counted: jax.Array) -> jax.Array:
     return jnp.sum(is_counted.astype(jnp.int32))
 
 
-def _integers(score: jax.Array) -> jax.Array:
+def _integers(score: jax.Array, *, interpret: bool) -> jax.Array:
     """Integers in the order of the scores."""
-    # Minus zero equals zero: it becomes that here.
-    bits = lax.bitcast_convert_type(score + 0.0, jnp.int32)
+    # Minus zero equals zero: it becomes that here, but XLA adds no zeros.
+    score = jnp.where(score == 0, 0.0, score) if interpret else score + 0.0
+    bits = lax.bitcast_convert_type(score, jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -138,7 +139,7 @@ def _select(scores_ref, first_ref, end_ref, places_ref, kept_keys, kept_places, 
     def read_row(number):
         slot = _slots(number, PIECE)
         score = plt.load(scores_ref.at[row, jnp.where(slot < count, first + slot, 0)], mask=slot < count, other=0.0)
-        return jnp.where(slot < count, _integers(score), LOWEST)
+        return jnp.where(slot < count, _integers(score, interpret=interpret), LOWEST)
 
     def kept_list(length):
         return _List(lambda number: kept_keys[pl.ds(number * LIST_PIECE, LIST_PIECE)], length, LIST_PIECE)
@@ -160,7 +161,8 @@ def _select(scores_ref, first_ref, end_ref, places_ref, kept_keys, kept_places, 
             slot = _slots(number, LIST_PIECE)
             # Both below 2^15.
             place = slot * (count // sample) + (slot * (count % sample)) // sample
-            key = _integers(plt.load(scores_ref.at[row, first + jnp.where(slot < sample, place, 0)]))
+            score = plt.load(scores_ref.at[row, first + jnp.where(slot < sample, place, 0)])
+            key = _integers(score, interpret=interpret)
             kept_keys[pl.ds(number * LIST_PIECE, LIST_PIECE)] = jnp.where(slot < sample, key, LOWEST)
             return ()
 
