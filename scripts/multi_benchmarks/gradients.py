@@ -18,8 +18,11 @@ another order round otherwise, and a token whose experts' scores are close may c
 
 
 def bound_of(usual: float) -> float:
-    """`STEP_BOUND` of a mesh's bfloat16 gradients from one GPU's; more where those are `usual` from float32."""
-    return max(STEP_BOUND, usual)
+    """Of a mesh's bfloat16 gradients from one GPU's, which are `usual` from float32, of each leaf's norm.
+
+    Two such roundings may be twice as far apart, and what `tensor` splits is rounded once more before it is added up.
+    """
+    return max(STEP_BOUND, 3 * usual)
 
 
 @dataclass(frozen=True)

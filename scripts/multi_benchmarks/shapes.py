@@ -87,11 +87,12 @@ def tiny(config: RunConfig) -> RunConfig:
     )
     moe = dataclasses.replace(
         model.moe,
-        num_experts=2,
         experts_per_token=2,
         expert_width=16,
-        expert_storage="dense",
         dense_width=32,
+        expert_storage="dense",
+        num_experts=8 if model.moe.resident_experts else 2,
+        resident_experts=2 if model.moe.resident_experts else 0,
         latent_width=32 if model.moe.latent_width else 0,
         num_dense_layers=min(1, model.moe.num_dense_layers),
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mmjax.config import MeshConfig, check, parse_mesh
+from mmjax.config import MeshConfig, parse_mesh
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +61,10 @@ def test_each_of_several_devices_has_the_experts_and_tokens_of_one(mesh):
         assert share == alone.data.rows or (config.mesh.pipe > 1 and share > alone.data.rows)
         assert config.data.rows / config.mesh.num_row_shards / config.training.accumulation <= alone.data.rows
         assert config.model.num_layers == alone.model.num_layers
-        assert not check(shapes.settled(shapes.spread(shapes.tiny(start), parse_mesh(mesh), 8)))
+        small = shapes.tiny(start)
+        assert small.model.moe.expert_width == 16
+        for number, text in ((8, mesh), (8, ""), (1, "")):
+            shapes.settled(shapes.spread(small, parse_mesh(text) if text else MeshConfig(), number))
 
 
 def events(*kernels: tuple[int, int, str, float, float]) -> list[dict]:
