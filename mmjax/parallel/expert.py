@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from mmjax.axes import EXPERT
 from mmjax.errors import ConfigurationError
+from mmjax.parallel.conditions import in_order
 from mmjax.parallel.expert_buffers import AllToAll, Buffers, ByNode, Chunk, Ragged, add_choices, place, take_rows
 from mmjax.parallel.fsdp import varying_like
 
@@ -88,10 +89,10 @@ def exchange_experts(
                      experts work on, ceil(f * t * A / n) rows at a time
 
     The rest follows in further rounds, as many as the fullest device needs ("rounds"), or is left out ("drop": the last
-    tokens' first; with `ragged`, the last devices' first). `all_to_all` and `ragged` send each round in `num_chunks` equal
-    parts, a part on its way while the experts work on the one before it; what comes from each node, and a ring's steps,
-    are such parts already. On one device nothing is sent and nothing dropped. Weights travel along: results are weighted
-    where the experts are, but for a ring.
+    tokens' first; with `ragged`, the last devices' first). `all_to_all` and `ragged` send each round in `num_chunks`
+    equal parts, a part on its way while the experts work on the one before it; what comes from each node, and a ring's
+    steps, are such parts already. On one device nothing is sent and nothing dropped. Weights travel along: but for a
+    ring, results are weighted where the experts are.
 
     `meanwhile()`, which may give values that vary as `rows` do, is computed while the first part is on its way.
     """
@@ -117,8 +118,10 @@ def exchange_experts(
     if aside is not None:
         # All else waits for it: left to choose, XLA keeps it for a time when the experts' work hides what travels.
         arrived, later_rows, aside = lax.optimization_barrier((arrived, rows, aside))
-    ahead = [later_rows if array is rows else array for array in ahead[1:]]
-    mixed = _work_on(buffers, chunks, arrived, ahead, weight.dtype, apply)
+        # What comes from other nodes is on its way meanwhile too.
+        of_others, aside = in_order(([array for array in ahead if array is not rows], aside))
+        ahead = [rows, *of_others] if of_others else [later_rows] * len(ahead)
+    mixed = _work_on(buffers, chunks, arrived, ahead[1:], weight.dtype, apply)
     if exchange.overflow == "drop":
         return Exchanged(mixed, varying_like(jnp.ones((), jnp.int32), index), buffers.num_beyond, aside)
     mixed = _add_rounds(mixed, run_round, buffers.num_rounds, buffers.max_rounds)

@@ -188,14 +188,14 @@ class AllToAll(Buffers):
 
     def chunks(self, number: jax.Array | int, weight: jax.Array) -> list[Chunk]:
         places = self._places(number)
-        # Of all chunks at once: a second small exchange would delay a large one.
-        experts = [_local_expert(self._index, part, self._local_experts) for part in places]
-        experts, weights = (
-            self._swap(jnp.stack([array.reshape(self._num_devices, -1) for array in arrays], axis=1))
-            for arrays in (experts, [take_choices(weight, part) for part in places])
-        )
+        # Numbers and weights of all chunks at once: a second small exchange would delay a large one.
+        experts = [_local_expert(self._index, part, self._local_experts).astype(weight.dtype) for part in places]
+        weights = [take_choices(weight, part) for part in places]
+        asked = jnp.stack([*experts, *weights]).reshape(2, self._num_chunks, self._num_devices, -1)
+        # [devices, chunks, 2, rows of a part]
+        asked = self._swap(asked.transpose(2, 1, 0, 3))
         return [
-            Chunk((part,), experts[:, chunk].reshape(-1), weights[:, chunk].reshape(-1))
+            Chunk((part,), asked[:, chunk, 0].reshape(-1).astype(jnp.int32), asked[:, chunk, 1].reshape(-1))
             for chunk, part in enumerate(places)
         ]
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from mmjax.axes import PIPE
-from mmjax.parallel.conditions import run_once, together
+from mmjax.parallel.conditions import run_once
 from mmjax.parallel.fsdp import varying_like
 from mmjax.parallel.pipeline_schedule import Kind, Operation, Schedule
 
@@ -124,9 +124,6 @@ def run_schedule(
             share = int((in_turn == number).sum()), in_turn.size
             state = run_once(tick["operation"] == number, _of_state(operations[number]), state, work, share)
         totals, *results = state
-        if arriving:
-            # Until the operation has ended: XLA would start the transfer only then.
-            arriving, results = together((arriving, tuple(results)))
         arriving_input, arriving_cotangent = arriving or travel(kinds[turn], *results)
         if arriving_input is not None:
             inputs = _store(inputs, tick["stored_input"], arriving_input)

@@ -203,10 +203,10 @@ def num_collectives(text, name):
 @pytest.mark.parametrize(
     ("settings", "collectives"),
     [
-        # Experts' numbers, weights and their gradients; of each chunk rows and results, and the gradients of both.
-        ({"num_chunks": 2}, {"all-to-all": 3 + 2 * 4, "collective-permute": 0}),
+        # Experts' numbers with weights, and their gradients; of each chunk rows, results, and the gradients of both.
+        ({"num_chunks": 2}, {"all-to-all": 2 + 2 * 4, "collective-permute": 0}),
         # The same in each node, which rows are whose, and between nodes rows, sums, and the gradients of both.
-        ({"transport": "by_node", "node_devices": 2}, {"all-to-all": 3 + 2 * 4 + 1, "collective-permute": 4}),
+        ({"transport": "by_node", "node_devices": 2}, {"all-to-all": 2 + 2 * 4 + 1, "collective-permute": 4}),
         # Rows, indices and weights, at first and in each step; sums in each step and at last; gradients of all but
         # indices.
         ({"transport": "ring"}, {"all-to-all": 0, "collective-permute": 3 + 4 + 1 + 2 + 3 + 1}),

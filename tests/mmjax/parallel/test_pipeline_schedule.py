@@ -123,3 +123,25 @@ def test_what_cannot_be_scheduled_is_refused():
         make_schedule("1f1b", num_devices=2, num_micro_batches=4, num_chunks=2)
     with pytest.raises(ValueError, match="micro-batches"):
         make_schedule("interleaved", num_devices=2, num_micro_batches=3, num_chunks=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("1f1b", {}), ("1f1b", {"latency": 1}), ("split_backward", {}), ("gpipe", {}), ("interleaved", {"num_chunks": 2})],
+    ids=str,
+)
+def test_what_stages_keep_has_a_place_of_its_own_from_its_forward_pass_to_its_last_use(name, options):
+    schedule = make_schedule(name, num_devices=4, num_micro_batches=8, **options)
+    slots = schedule.slots(runs_again=False)
+    assert slots.kept_of_device == tuple(schedule.under_way())
+    holder: dict[tuple[int, int], tuple[int, int]] = {}
+    for tick, operations in enumerate(schedule.ticks):
+        for device, operation in enumerate(operations):
+            if operation.kind is Kind.IDLE:
+                continue
+            place = device, int(slots.kept[tick, device])
+            if operation.kind is Kind.FORWARD:
+                holder[place] = operation.micro_batch, operation.chunk
+            assert holder[place] == (operation.micro_batch, operation.chunk)
+    # An input is read in its forward pass alone.
+    assert slots.num_inputs < schedule.slots().num_inputs

@@ -200,3 +200,10 @@ def test_the_largest_arrays_are_named_by_shape_and_operation(reader):
         ("bf16[512,1024]", 512 * 1024 * 2),
     ]
     assert "step/busy" in {result.operation for result in reader.program.largest_results(9)}
+
+
+def test_a_condition_counts_as_often_as_its_name_says():
+    count, name = 'backend_config={"known_trip_count":{"n":"2"}}', 'metadata={op_name="step/runs_3_of_4/while"}'
+    assert count in SCHEDULED
+    for text, expected in ((SCHEDULED, 2), (SCHEDULED.replace(count, f"{count}, {name}"), 0.75)):
+        assert [times for body, times, _ in read_program(text).runs() if body.name == "body"] == [expected]

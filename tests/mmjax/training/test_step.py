@@ -293,7 +293,7 @@ def assert_exchanges_are_those_meant(program, mesh: MeshConfig, **settings) -> N
     assert found["all-gather"] == {axes: 2 * number - once[axes] for axes, number in weights.items()}
 
     # Rows of tokens go to experts and back, in the forward pass, again, and as gradients; once each time also which
-    # experts they are for, and their weights, whose gradients come back.
+    # experts they are for, with their weights, whose gradients come back.
     axes_of_experts = MESH_AXES_OF_EXPERTS[model.moe.expert_axes]
     exchanging = tuple(axis for axis in axes_of_experts if mesh.sizes[axis] > 1)
     num_linear, num_moe = (sum(word in kind for kind in layer_kinds(model)) for word in ("linear", "moe"))
@@ -301,7 +301,7 @@ def assert_exchanges_are_those_meant(program, mesh: MeshConfig, **settings) -> N
     # Between nodes rows and sums pass, and which token each row is of.
     num_nodes = mesh.expert * mesh.tensor // model.moe.node_devices if is_by_node else 1
     chunks = num_nodes if is_by_node else model.moe.exchange_chunks
-    swaps = num_moe * (2 * (2 + is_by_node + 2 * chunks) + 1 + 2 * chunks)
+    swaps = num_moe * (2 * (1 + is_by_node + 2 * chunks) + 1 + 2 * chunks)
     assert found["all-to-all"] == ({exchanging: swaps} if exchanging and not is_ring else {})
     # Each linear attention looks back over two edges between chunks; a ring passes rows, indices, weights and sums.
     sent = {("context",): 6 * num_linear} if mesh.context > 1 else {}
