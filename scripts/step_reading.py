@@ -7,9 +7,10 @@ experiment changes. What the planner makes of the file: `python -m mmjax.plan fi
 import argparse
 import dataclasses
 import importlib
+import json
 from pathlib import Path
 
-from mmjax.config import RunConfig, flatten
+from mmjax.config import RunConfig, flatten, settings_with
 from mmjax.planner.readings import StepReading, load
 from mmjax.training.dry_run import tuning_of
 
@@ -32,11 +33,14 @@ def main() -> None:
     parser.add_argument("--source", required=True, help="where and when it was read")
     parser.add_argument("--cluster", default="1x1xh200")
     parser.add_argument("--readings", type=Path, default=Path("docs/readings/h200.json"))
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=JSON", help="settings that the run changed")
     arguments = parser.parse_args()
     config: RunConfig = importlib.import_module(f"experiments.{arguments.experiment}").run()
+    changes = {name: json.loads(value) for name, value in (one.split("=", 1) for one in arguments.set)}
+    config = settings_with(config, changes, "--set")
     defaults = flatten(RunConfig())
     reading = StepReading(
-        name=arguments.experiment,
+        name=" ".join([arguments.experiment, *arguments.set]),
         cluster=arguments.cluster,
         settings={
             name: value

@@ -127,7 +127,8 @@ class ComputeClock:
         patches = config.data.rows * config.data.row_patches / (mesh.num_row_shards * mesh.pipe)
         expert_weights, adapter_reads, casts = self._bytes_of(config, held)
         is_again, is_staged = model.remat == "layer", mesh.pipe > 1 and not keeps_layers(model)
-        kept = {part for name in (*model.remat_keep, *model.remat_offload) for part in KEPT_PARTS[name]}
+        names = {*model.remat_keep, *model.remat_offload}
+        kept = {part for name, parts in KEPT_PARTS.items() if name in names for part in parts}
         memory = self.rates.memory * self.gpu.memory_bandwidth
         found: dict[str, PartSeconds] = {}
         for part, flops in self.forward.items():

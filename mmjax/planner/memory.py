@@ -77,9 +77,17 @@ def bytes_of_shards(config: RunConfig, held: Sequence[Shard]) -> DeviceBytes:
     need less by reusing buffers early, or more by its own temporaries.
     """
     flight = InFlight(config)
-    trained = [(shard.array, shard.rest_entries) for shard in held if shard.array.is_trained]
+    slots = device_slots(config)
+
+    def layers(shard: Shard) -> float:
+        """Places over layers that a device works on."""
+        if not slots or not shard.array.in_decoder_layer:
+            return 1.0
+        return slots[_LAYER_OF[shard.array.adapted_part or shard.array.part]] / shard.num_layers
+
+    trained = [(shard.array, layers(shard) * shard.rest_entries) for shard in held if shard.array.is_trained]
     return DeviceBytes(
-        parameters=sum(shard.rest_bytes for shard in held),
+        parameters=sum(layers(shard) * shard.rest_bytes for shard in held),
         optimizer=sum(
             num_moments(array, config.optimizer.name) * entries * ITEM_BYTES[array.dtype] for array, entries in trained
         ),
@@ -137,7 +145,7 @@ def gathered_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
         a table   the embedding as it rests and its gradient; the head in the compute dtype and its gradient
 
     What rests whole in the compute dtype is used where it rests. Packed experts are gathered packed, and are there once
-    more, in the order in which Hopper's kernels unpack them a tile at a time.
+    more, in the order in which Hopper's kernels unpack them a tile at a time; pipelines of one program have two copies.
     """
     model = config.model
     compute = ITEM_BYTES[model.compute_dtype]
@@ -152,7 +160,9 @@ def gathered_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
         if shard.gather_factor == 1 and item == rest:
             item = 0
         if array.is_packed:
-            item = (2 if shard.gather_factor > 1 else 1) * PACKED_BYTES
+            # One program for all stages takes a layer's out of the stack, forward and backward.
+            taken = 2 if config.mesh.pipe > 1 and keeps_layers(model) else 0
+            item = ((2 if shard.gather_factor > 1 else 1) + taken) * PACKED_BYTES
         gradient = used * rest if array.is_trained else 0.0
         if array.part == "tables":
             largest_table = max(largest_table, used * item + gradient)
@@ -168,6 +178,38 @@ def gathered_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:
 
     decoder = [of_layer(mixer, mlp, "all") for mixer, mlp in kind_counts(model)]
     return max([largest_table, *(size + head_gradient for size in (of_layer("vision"), *decoder))])
+
+
+def device_slots(config: RunConfig) -> dict[str, int]:
+    """Of a pipeline: how many layers with each of a layer's parts a device has places for; else nothing.
+
+    Arrays of one kind of layer (mixer, MLP) lie in as many places on every device as the one with most needs.
+    """
+    model, pipe = config.model, config.mesh.pipe
+    if pipe == 1:
+        return {}
+    return _device_slots(
+        model.num_layers, model.full_attention_layers, model.moe.num_dense_layers, pipe, model.pipeline_stages
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _device_slots(
+    num_layers: int, full: tuple[int, ...], num_dense: int, pipe: int, stages: tuple[int, ...]
+) -> dict[str, int]:
+    moe = MoeConfig(num_dense_layers=num_dense)
+    kinds = layer_kinds(ModelConfig(num_layers=num_layers, full_attention_layers=full, moe=moe))
+    stages = stages or tuple((number + 1) * num_layers // pipe - number * num_layers // pipe for number in range(pipe))
+    most: Counter[LayerKind] = Counter()
+    devices: list[Counter[LayerKind]] = [Counter() for _ in range(pipe)]
+    begin = 0
+    for number, size in enumerate(stages):
+        devices[number % pipe].update(kinds[begin : begin + size])
+        begin += size
+    for device in devices:
+        most |= device
+    found = {part: sum(most[kind] for kind in most if part in kind) for part in ("linear", "full", "moe", "dense")}
+    return found | {"all": sum(most.values())}
 
 
 def kept_weight_bytes(config: RunConfig, held: Sequence[Shard]) -> float:

@@ -14,13 +14,15 @@ from mmjax.config import (
     LoraConfig,
     MeshConfig,
     ModelConfig,
+    MoeConfig,
     OptimizerConfig,
     RunConfig,
     VisionConfig,
 )
+from mmjax.models.layout import slots_of_kinds
 from mmjax.models.multimodal import define
 from mmjax.planner.adapters import Tuning, trained_arrays
-from mmjax.planner.memory import device_bytes, kept_weight_bytes
+from mmjax.planner.memory import device_bytes, device_slots, kept_weight_bytes
 from mmjax.planner.parameters import num_parameters, parameter_arrays, shards
 from mmjax.presets.deepseek import deepseek_v32
 from mmjax.presets.fuyu import fuyu_8b
@@ -200,3 +202,18 @@ def test_the_planner_counts_what_an_adapted_model_holds(lora, storage, fsdp):
     assert predicted.parameters == estimate.parameter_bytes
     assert 0 <= estimate.optimizer_bytes - predicted.optimizer <= 64
     assert predicted.gradients == estimate.gradient_bytes
+
+
+@pytest.mark.parametrize(("pipe", "stages"), [(4, ()), (4, (5, 2, 3, 2)), (2, (3, 3, 3, 3))])
+def test_places_of_a_pipeline_s_layers_are_those_of_the_model(pipe, stages):
+    moe = MoeConfig(num_dense_layers=1)
+    even = stages or (3, 3, 3, 3)
+    model = ModelConfig(num_layers=12, full_attention_layers=(3, 7, 11), moe=moe, pipeline_stages=even)
+    model = dataclasses.replace(model, pipeline_chunks=len(even) // pipe)
+    planned = dataclasses.replace(model, pipeline_stages=stages)
+    slots = device_slots(RunConfig(model=planned, mesh=MeshConfig(pipe=pipe)))
+    held = slots_of_kinds(model)
+    assert slots["all"] == sum(held.values())
+    for part in ("linear", "full", "moe", "dense"):
+        assert slots[part] == sum(number for kind, number in held.items() if part in kind)
+    assert device_slots(RunConfig(model=planned)) == {}
