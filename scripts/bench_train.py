@@ -16,8 +16,9 @@ model reads pictures, and a loss on all that follows. What is printed:
     first step      beside it what comes before: tracing and lowering, compiling (or taking from the compilation cache,
                     if JAX_COMPILATION_CACHE_DIR names one, or loading), and drawing the weights
 
-`--compiler NAME=VALUE` gives XLA an option. `--save-program FILE` compiles for an H200 that need not be there, and
-stops; `--load-program FILE` takes that program instead of compiling.
+`--compiler NAME=VALUE` gives XLA an option beside those of `mmjax.training.step.compiler_options`.
+`--save-program FILE` compiles for an H200 that need not be there, and stops; `--load-program FILE` takes that program
+instead of compiling.
 """
 
 import argparse
@@ -49,7 +50,7 @@ from mmjax.parallel.mesh import make_mesh
 from mmjax.planner.topology import read_cluster
 from mmjax.training.compiled_step import abstract_batch
 from mmjax.training.dry_run import estimate
-from mmjax.training.step import abstract_state, init_state, make_train_step, place_batch
+from mmjax.training.step import abstract_state, compiler_options, init_state, make_train_step, place_batch
 
 PEAK_FLOPS = 989.5e12
 PARTS = (  # the first pattern that a kernel's name holds counts
@@ -126,24 +127,24 @@ def part_of(kernel: str) -> str:
     return next((part for part, pattern in PARTS if re.search(pattern, kernel, re.IGNORECASE)), "others")
 
 
-def save_program(config: RunConfig, compiler_options: dict[str, Any], file: Path) -> None:
+def save_program(config: RunConfig, given: dict[str, Any], file: Path) -> None:
     """Compile the step for a described H200, as `Benchmark` does for the one that is here."""
     mesh = described_mesh(config.mesh, read_cluster("1xh200"))
     with for_described_gpus(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = make_train_step(config, mesh).lower(abstract_state(config, mesh), abstract_batch(config, mesh))
-        step = lowered.compile(compiler_options=compiler_options)
+        step = lowered.compile(compiler_options=compiler_options(mesh) | given)
     file.write_bytes(pickle.dumps(serialize_executable.serialize(step)))
 
 
 class Benchmark:
     """An experiment's step, compiled or loaded, and its state and batch once they are drawn."""
 
-    def __init__(self, name: str, config: RunConfig, compiler_options: dict[str, Any], program: Path | None = None):
+    def __init__(self, name: str, config: RunConfig, given: dict[str, Any], program: Path | None = None):
         self.name, self.config, self.mesh = name, config, make_mesh(config.mesh)
         self.device = self.mesh.devices.flat[0]
         state, batch = abstract_state(config, self.mesh), abstract_batch(config, self.mesh)
         self.flops = estimate(config, state).training_step_flops
-        print(f"{name} on {self.device.device_kind}, jax {jax.__version__} {compiler_options or ''}", flush=True)
+        print(f"{name} on {self.device.device_kind}, jax {jax.__version__} {given or ''}", flush=True)
         begun = time.perf_counter()
         if program is not None:
             saved = pickle.loads(program.read_bytes())
@@ -153,7 +154,7 @@ class Benchmark:
             return
         lowered = make_train_step(config, self.mesh).lower(state, batch)
         seconds, begun = time.perf_counter() - begun, time.perf_counter()
-        self.step = lowered.compile(compiler_options=compiler_options)
+        self.step = lowered.compile(compiler_options=compiler_options(self.mesh) | given)
         print(f"traced and lowered in {seconds:.1f} s, compiled in {time.perf_counter() - begun:.1f} s", flush=True)
 
     def account(self) -> str:
@@ -257,7 +258,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", type=int, help="rows of a batch instead of the experiment's")
     parser.add_argument("--keep", nargs="*", help="results that rematerialisation keeps instead of the experiment's")
-    parser.add_argument("--no-triton-products", action="store_true", help="all matrix products by cuBLAS: less to try")
     parser.add_argument("--compiler", nargs="*", default=[], metavar="NAME=VALUE", help="options of XLA")
     parser.add_argument("--loads", action="store_true", help="also steps with various loads of experts")
     parser.add_argument("--run", type=int, default=0, metavar="N", help="also N steps as the loop hands them over")
@@ -270,13 +270,11 @@ def main() -> None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, rows=options.rows))
     if options.keep is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat_keep=tuple(options.keep)))
-    compiler_options = options_of(options.compiler)
-    if options.no_triton_products:
-        compiler_options["xla_gpu_enable_triton_gemm"] = False
+    given = options_of(options.compiler)
     if options.save_program:
-        save_program(config, compiler_options, options.save_program)
+        save_program(config, given, options.save_program)
         return
-    benchmark = Benchmark(options.experiment, config, compiler_options, options.load_program)
+    benchmark = Benchmark(options.experiment, config, given, options.load_program)
     benchmark.draw()
     benchmark.time_steps(options.steps)
     benchmark.print_parts(options.kernels)

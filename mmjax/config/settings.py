@@ -224,6 +224,9 @@ class TrainingConfig:
     work side by side, and more work lies between the start and the end of each."""
     eval_every_steps: int = 100
     """0 evaluates at the end only."""
+    weights_in_place: bool = False
+    """On GPUs: kernels read a layer's weights where they lie in the stack of all layers, not a copy: less memory and
+    time where experts are large. XLA cannot compile every program so."""
     log_every_steps: int = 1
     max_nonfinite_steps: int = 5
     """Steps in a row whose loss or gradient may be non-finite (each is skipped) before the run stops."""

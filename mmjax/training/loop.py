@@ -35,6 +35,7 @@ from mmjax.training.evaluation import EvaluationResult, Evaluator
 from mmjax.training.step import (
     TrainState,
     abstract_state,
+    compiler_options,
     init_state,
     make_train_step,
     place_batch,
@@ -388,7 +389,7 @@ def compile_step(config: RunConfig, mesh: Mesh, state: TrainState, batch: Batch,
     """The compiled step; a batch of another shape is an error, never a second compilation."""
     recorder.say("compiling the training step ...")
     begun = time.perf_counter()
-    program = make_train_step(config, mesh).lower(state, batch).compile()
+    program = make_train_step(config, mesh).lower(state, batch).compile(compiler_options=compiler_options(mesh))
     recorder.compile_seconds = time.perf_counter() - begun
     wait_for_all("compiled the training step")
     text = f"compiled in {recorder.compile_seconds:.1f} s"

@@ -227,6 +227,8 @@ def make_train_step(config: RunConfig, mesh: Mesh):
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
     options: dict[str, Any] = {}
+    if config.training.weights_in_place and mesh.devices.flat[0].platform != "cpu":
+        options["xla_gpu_enable_dynamic_slice_fusion"] = True
     if config.training.exchanges_at_once > 1 and mesh.devices.flat[0].platform != "cpu":
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = config.training.exchanges_at_once
     return jax.jit(
@@ -235,6 +237,12 @@ def make_train_step(config: RunConfig, mesh: Mesh):
         out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
         compiler_options=options,
     )
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """What XLA is told where it tries out choices on the devices that are here."""
+    # Products by cuBLAS alone: it has a few algorithms for each, Triton has so many that a step takes minutes.
+    return {} if mesh.devices.flat[0].platform == "cpu" else {"xla_gpu_enable_triton_gemm": False}
 
 
 def make_update(config: RunConfig):
