@@ -53,7 +53,7 @@ def reason_against(
         return f"needs bfloat16 rows and weights, got {rows.dtype} and {weights}"
     if any(width % 128 for width in widths):
         return f"needs widths that are multiples of 128, got {widths[0]} and {widths[1]}"
-    if weight_dtype not in (None, jnp.float32):
+    if weight_dtype is not None and weight_dtype != jnp.float32:  # NumPy's float64 equals None.
         return f"needs float32 router weights, got {weight_dtype}"
     if (num_experts + 1) * num_choices >= 2**31:
         return f"numbers {num_experts} experts times {num_choices} choices in 31 bits"

@@ -1,6 +1,6 @@
 """Index scores of a chunk of queries on Hopper: products of keys with all heads of some queries, summed over heads.
 
-Two warpgroups multiply, 64 keys each with 128 heads of one query or more at a time, one copies. A query sees a range of
+Warpgroups multiply, 64 keys each with 128 heads of one query or more at a time, one copies. A query sees a range of
 keys; blocks of keys outside the ranges of all its neighbours are neither read nor written.
 """
 
@@ -17,8 +17,11 @@ ROWS = 256
 """Heads of all queries of a tile: they stay in shared memory while keys pass."""
 PART = 128
 """Heads in one product."""
-KEYS = 128
+PARTS = 2
+"""Warpgroups that multiply."""
+KEYS = PARTS * tiles.ROWS
 """Keys of a step."""
+REGISTERS = 232
 SPAN = 64
 """Steps of a tile at most: later keys of the same queries are another tile's."""
 STAGES = 4
@@ -43,7 +46,7 @@ def index_scores(
     num_groups = pl.cdiv(num_queries, group)
     missing = num_groups * group - num_queries
     rows = jnp.pad(index_query, ((0, missing), (0, 0), (0, 0))).reshape(-1, width)
-    weight = jnp.pad(head_weight, ((0, missing), (0, 0))).reshape(-1)
+    weight = jnp.pad(0.5 * head_weight, ((0, missing), (0, 0))).reshape(-1)
     num_steps = pl.cdiv(index_key.shape[0], KEYS)
     num_missing_keys = num_steps * KEYS - index_key.shape[0]
     keys = jnp.pad(index_key, ((0, num_missing_keys), (0, 0)))
@@ -76,7 +79,7 @@ def index_scores(
             stop = jnp.minimum(bounds_gmem[tile, 1], (span + 1) * SPAN)
             return tile, start, jnp.maximum(stop - start, 0)
 
-        @pl.when(warpgroup == 2)
+        @pl.when(warpgroup == PARTS)
         def _():
             plgpu.set_max_registers(40, action="decrease")
 
@@ -114,9 +117,9 @@ def index_scores(
                 def _(ago=ago):
                     plgpu.barrier_wait(emptied.at[lax.rem(number - ago, jnp.int32(STAGES))])
 
-        @pl.when(warpgroup < 2)
+        @pl.when(warpgroup < PARTS)
         def _():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(REGISTERS, action="increase")
 
             def item(step, number):
                 tile, start, steps = place(step)
@@ -135,7 +138,8 @@ def index_scores(
                         if part == ROWS // PART - 1:
                             plgpu.barrier_arrive(emptied.at[slot])
                         weights = launcher.load(weight_smem.at[here], plgpu.Layout.WGMMA.reduce(0))
-                        weighted = jnp.maximum(products, 0) * lax.broadcast_in_dim(weights, products.shape, (1,))
+                        # Twice the ReLU: additions are twice as fast as maxima.
+                        weighted = (products + jnp.abs(products)) * lax.broadcast_in_dim(weights, products.shape, (1,))
                         for query in range(PART // num_heads):
                             heads = weighted[:, query * num_heads : (query + 1) * num_heads]
                             row = tile * group + part * (PART // num_heads) + query
@@ -159,13 +163,13 @@ def index_scores(
             "weight_smem": plgpu.SMEM((ROWS,), jnp.float32),
             **({} if key_scale is None else {"scales_smem": plgpu.SMEM((STAGES, KEYS), jnp.float32)}),
             "rows_filled": plgpu.Barrier(num_arrivals=2),
-            "rows_emptied": plgpu.Barrier(num_arrivals=2),
+            "rows_emptied": plgpu.Barrier(num_arrivals=PARTS),
             "filled": plgpu.Barrier(num_arrivals=1 + len(scales), num_barriers=STAGES),
-            "emptied": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            "emptied": plgpu.Barrier(num_arrivals=PARTS, num_barriers=STAGES),
         },
         grid=(workers,),
         grid_names=("worker",),
-        num_threads=3,
+        num_threads=PARTS + 1,
         thread_name="warpgroup",
         name="index_scores",
     )[0]

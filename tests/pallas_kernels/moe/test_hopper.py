@@ -218,6 +218,10 @@ def test_what_the_kernels_cannot_take_is_said(rows, gate, choices, message):
         assert hopper.reason_against(rows, choices, packed) == reason
         wide = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
         assert "bfloat16" in hopper.reason_against(wide, choices, gate)
+        assert "bfloat16" in hopper.reason_against(rows, choices, jax.ShapeDtypeStruct(gate.shape, jnp.float32))
+        if message is None:
+            assert hopper.reason_against(rows, choices, gate, jnp.dtype("float32")) is None
+            assert "float32 router weights" in hopper.reason_against(rows, choices, gate, jnp.dtype("float64"))
     assert "Hopper" in hopper.reason_against(rows, choices, gate)
 
 
