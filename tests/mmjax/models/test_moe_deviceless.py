@@ -86,9 +86,10 @@ def hidden_exchanges(lines: list[str], operation: str) -> list[bool]:
 def test_work_lies_between_start_and_end_of_nearly_every_exchange_of_rows():
     lines = compiled_lines(exchange_chunks=2)
     hidden = hidden_exchanges(lines, "all-to-all")
-    # Two chunks, there and back; then the gradients'.
+    # Two chunks, there and back; then the gradients', of which the first has nothing to lie under and one gives its
+    # place to the small exchange of the weights' gradients.
     assert len(hidden) == 8
-    assert all(hidden[:4]) and sum(hidden) >= 7, hidden
+    assert all(hidden[:4]) and sum(hidden) >= 6, hidden
 
 
 def test_the_experts_work_while_rows_pass_round_a_ring():
