@@ -299,10 +299,13 @@ def confirm(console: Console, plans: Sequence[Plan], cluster: Cluster, tuning: T
         memory, clock = device_bytes(config, tuning), StepClock(config, cluster, tuning=tuning)
         time, compiled = clock.step(config), compile_step(config, cluster)
         held = compiled.device_memory
+        # Results of layers that the plan keeps, of as many layers as are compiled.
+        results = plan.memory.saved_activations - device_bytes(plan.config, tuning).saved_activations
+        peak = memory.total + max(0.0, results) * config.model.num_layers / plan.config.model.num_layers
         exposed = time.communication_share * time.total
         rows = [
             ("bytes at rest", memory.arguments, held["arguments"], format_bytes),
-            ("bytes at the peak", memory.total, held["peak"], format_bytes),
+            ("bytes at the peak", peak, held["peak"], format_bytes),
             ("computing", time.total - exposed, compiled.timeline.compute, format_seconds),
             ("waiting for exchanges", exposed, compiled.timeline.exposed, format_seconds),
         ]
