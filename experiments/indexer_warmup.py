@@ -11,7 +11,16 @@ def run() -> RunConfig:
 
     python -m mmjax.train --experiment indexer_warmup
     Expect: the indexer's KL, of both layers together, falls from 1.44 to 0.69 a token in 2 minutes on 2 cores.
-    The second stage trains everything with `stage` sparse from these weights.
+
+    On released weights without an indexer, here the recorded tiny Kimi-K3, and on to the second stage:
+
+    python scripts/add_indexer.py tests/golden/k3_tiny downloads/k31 --num-heads 4 --head-width 16 --top-k 64 \\
+        --vocabulary 320
+    python -m mmjax.convert downloads/k31 weights/k31
+    python -m mmjax.train --experiment indexer_warmup --weights weights/k31
+    python -m mmjax.convert runs/indexer_warmup exported/warmed
+    python -m mmjax.convert exported/warmed weights/warmed
+    python -m mmjax.train --experiment indexer_sparse --weights weights/warmed
     """
     config = digits()
     indexer = IndexerConfig(stage="dense", num_heads=4, head_width=16, top_k=64)

@@ -50,8 +50,8 @@ class Settings(NamedTuple):
     scan_stages: int = 3
     gradient_warps: int = 4
     gradient_columns: int = 32
-    pieces: int | None = 1
-    """Into how many a row is cut for the scans; None for as many as fill the GPU. Not timed yet."""
+    pieces: int | None = None
+    """Into how many a row is cut for the scans; None for as many as fill the GPU."""
 
 
 def reason_against(

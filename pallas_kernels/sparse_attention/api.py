@@ -229,7 +229,8 @@ def indexer_loss(
     each row. Where the heads are split over a mesh axis, `head_axis` names it: the sum over heads then covers all.
     `log_sums` of `selected_attention` spare `pallas` a pass over the selected keys. Without `indices`, `pallas` needs a
     `key` of one head, takes the losses of some queries at a time, and computes them again for the gradients. The keys'
-    gradient adds up over queries: in `pallas` in whatever order they come, or, if `is_deterministic`, in integers.
+    gradient adds up over queries: in `pallas` in whatever order they come, or, if `is_deterministic`, in whole
+    numbers.
 
     Raises:
       ValueError: `indices` are given and `key` has more than one head; or `pallas` is asked for and cannot take these

@@ -219,7 +219,7 @@ def indexer_loss(
         flat_indices,
         target,
     )
-    losses = _divergence(is_deterministic, *arrays)  # pyright: ignore[reportGeneralTypeIssues]
+    losses: Any = _divergence(is_deterministic, *arrays)  # pyright: ignore[reportGeneralTypeIssues]
     return losses.reshape(rows, queries)
 
 

@@ -4,6 +4,8 @@ Warpgroups multiply, 64 keys each with 128 heads of one query or more at a time,
 keys; blocks of keys outside the ranges of all its neighbours are neither read nor written.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -65,7 +67,7 @@ def index_scores(
 
     def body(
         rows_gmem, keys_gmem, weight_gmem, bounds_gmem, *refs,
-        rows_smem, keys_smem, weight_smem, rows_filled, rows_emptied, filled, emptied, scales_smem=None,
+        rows_smem, keys_smem, weight_smem, rows_filled, rows_emptied, filled, emptied, scales_smem: Any = None,
     ):  # fmt: skip
         *scales_gmem, out_gmem = refs
         warpgroup, worker = lax.axis_index("warpgroup"), lax.axis_index("worker")
