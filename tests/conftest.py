@@ -42,7 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_gpu_run, is_slow_run = config.getoption("--gpu"), config.getoption("--slow")
     for item in items:
-        if reason := _reason_to_skip(set(item.keywords), is_gpu_run=is_gpu_run, is_slow_run=is_slow_run):
+        if reason := _reason_to_skip(
+            {mark.name for mark in item.iter_markers()}, is_gpu_run=is_gpu_run, is_slow_run=is_slow_run
+        ):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -333,10 +333,10 @@ class Ragged(Buffers):
         sent, taken = ([self._mine(part, axis) for part in cut] for axis in (0, 1))
         out, back = _Way(*sent, *taken), _Way(*_turned(taken), *_turned(sent))
         expert = _local_expert(self._index, places, self._local_experts)
-        # One more than the number, so that what nothing was written to is -1.
-        arrived = _move(expert + 1, out, self._capacity, self._mesh_axes) - 1
-        weights = _send(take_choices(weight, places)[:, None], out, back, self._capacity, self._mesh_axes)
-        return Chunk((places, out, back), arrived, cast(jax.Array, weights)[:, 0])
+        # One more than the number, so that what nothing was written to is -1; with the weights as one array, [N, 2].
+        asked = jnp.stack([(expert + 1).astype(weight.dtype), take_choices(weight, places)], axis=1)
+        arrived = cast(jax.Array, _send(asked, out, back, self._capacity, self._mesh_axes))
+        return Chunk((places, out, back), arrived[:, 0].astype(jnp.int32) - 1, arrived[:, 1])
 
     def dispatch(self, ahead: jax.Array, chunk: Chunk) -> jax.Array:
         places, out, back = chunk.way
