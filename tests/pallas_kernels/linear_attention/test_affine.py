@@ -59,7 +59,7 @@ def run(implementation: Literal["recurrence", "xla", "reference", "pallas"]):
 @pytest.mark.parametrize("implementation", ["xla", "reference", "pallas"])
 def test_the_affine_form_is_the_recurrence_in_values_and_gradients(implementation, is_scalar, monkeypatch):
     # Kernels take both parts one after the other; which kernels, does not matter here.
-    monkeypatch.setattr(pallas_triton, "reason_against", lambda query, value: None)
+    monkeypatch.setattr(pallas_triton, "reason_against", lambda query, key, value: None)
     monkeypatch.setattr(pallas_triton, "delta_rule", reference.delta_rule)
     with jax.enable_x64(True):
         for decay in DECAYS:
