@@ -219,6 +219,10 @@ class MoeConfig:
     def num_resident_experts(self) -> int:
         return self.resident_experts or self.num_experts
 
+    def node_members(self, tensor: int) -> int:
+        """Devices of a node over which experts are spread: the `tensor` shards of the same tokens lie nearest."""
+        return max(1, self.node_devices // tensor)
+
     @property
     def shared_hidden_width(self) -> int:
         """Hidden width of the MLP that every token takes; 0 for none."""

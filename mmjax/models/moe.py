@@ -273,8 +273,7 @@ class LatentMoe(nnx.Module):
             overflow=moe.overflow,
             transport=moe.transport,
             num_chunks=moe.exchange_chunks,
-            # Tensor shards of the same tokens lie nearest.
-            node_devices=max(1, moe.node_devices // lax.axis_size(TENSOR)),
+            node_devices=moe.node_members(lax.axis_size(TENSOR)),
             mesh_axes=MESH_AXES_OF_EXPERTS[moe.expert_axes],
         )
 

@@ -235,8 +235,8 @@ class ByNode(AllToAll):
         super().__init__(index, mesh_axes=mesh_axes, **settings)
 
     def chunks(self, number: jax.Array | int, weight: jax.Array) -> list[Chunk]:
-        (places,) = self._places(number)
         (here,) = super().chunks(number, weight)
+        (places,) = here.way
         # [N, m * part]: the places of each node's devices, to that node; then those of its rows that each node sends.
         of_nodes = self._swap(places.choice.reshape(self._num_nodes, -1), self._rails())
         experts, weights = (array.reshape(self._num_nodes, -1) for array in (here.expert, here.weight))

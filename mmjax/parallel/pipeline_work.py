@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from mmjax.config import ModelConfig, RunConfig
+from mmjax.config import RunConfig
 from mmjax.parallel.pipeline_schedule import Kind, Operation, Schedule, make_schedule
+from mmjax.planner.memory import keeps_layers
 from mmjax.planner.stages import part_flops
 
 
@@ -37,11 +38,6 @@ def schedule_of(config: RunConfig) -> Schedule:
         num_chunks=chunks,
         latency=latency_of(config),
     )
-
-
-def keeps_layers(model: ModelConfig) -> bool:
-    """Whether stages keep the input of each of their layers, all as one program; else their own input alone."""
-    return model.layer_loops == "whole" and not model.vision.deep_layers
 
 
 def latency_of(config: RunConfig) -> int:

@@ -318,8 +318,12 @@ class InFlight:
         embedded = self.config.training.accumulation * self.tokens * model.width * self.compute
         if self._kept_by_layers is None and keeps_layers(model):
             self._kept_by_layers = self.kept_by_layers()
-        kept = message if self._kept_by_layers is None else self._kept_by_layers
-        return cost.num_inputs * kept + 5 * message + (embedded if edges == "data_parallel" else 0.0)
+        if self._kept_by_layers is None:
+            kept = cost.num_inputs * message
+        else:
+            # A chunk has its share of the device's layers; one micro-batch is counted with the layers.
+            kept = (cost.num_kept / cost.num_chunks - 1) * self._kept_by_layers
+        return kept + 5 * message + (embedded if edges == "data_parallel" else 0.0)
 
     def largest_working_set(self) -> float:
         """The most that one layer without its exchange, one chunk of the loss or one layer of the tower needs, with

@@ -28,6 +28,8 @@ class ScheduleCost:
     """Stages of a device: each has 1 / chunks of its layers."""
     num_inputs: int
     """Inputs of stages that a device keeps, those on their way left out."""
+    num_kept: int
+    """Of how many micro-batches of a stage the device that has most keeps what its layers do, where none runs again."""
 
     @property
     def num_ticks(self) -> int:
@@ -57,32 +59,37 @@ def cost_of(scheduling: Scheduling, pipe: int, number: int) -> ScheduleCost:
 
     L is 2 where results travel during the next tick (`hidden`), 1 where they travel between ticks (`direct`).
 
-        gpipe        m + L (p - 1) forward, as many backward ticks                        m inputs
-        1f1b, L = 2  m + p - 1 of both                                                    2 p - 3
-        1f1b, L = 1  p forward, 2 (m + p - 1) - p backward                                p
+        gpipe        m + L (p - 1) forward, as many backward ticks          m inputs        m kept by layers
+        1f1b, L = 2  m + p - 1 of both                                      2 p - 3         2 p - 1
+        1f1b, L = 1  p forward, 2 (m + p - 1) - p backward                  p               p
         interleaved  2 (m v + L (p - 1)) in all: half of them (L = 2), p v of them (L = 1) forward
                      inputs 2 (p - 1) + (v - 1) p (L = 1), twice that less one (L = 2)
+                     kept by layers L (2 (p - 1) + (v - 1) p) + 1
 
     A split backward pass is not here: it computes each stage once more and never takes less time than 1f1b.
     """
     chunks, is_hidden = scheduling.chunks, scheduling.transfer == "hidden"
     latency = 2 if is_hidden else 1
     if pipe == 1:
-        return ScheduleCost(forward_ticks=number, backward_ticks=number, num_chunks=1, num_inputs=0)
+        return ScheduleCost(forward_ticks=number, backward_ticks=number, num_chunks=1, num_inputs=0, num_kept=1)
     if scheduling.name == "gpipe":
         forward = backward = number + latency * (pipe - 1)
-        inputs = number
+        inputs = kept = number
     elif chunks > 1:
         total = 2 * (number * chunks + latency * (pipe - 1))
         forward = total // 2 if is_hidden else pipe * chunks
         backward = total - forward
         inputs = 2 * (pipe - 1) + (chunks - 1) * pipe
+        kept = min(number * chunks, latency * inputs + 1)
         inputs = min(number * chunks, 2 * inputs - 1 if is_hidden else inputs)
     else:
         both = number + pipe - 1
         forward, backward = (both, both) if is_hidden else (pipe, 2 * both - pipe)
         inputs = min(number, max(1, 2 * pipe - 3) if is_hidden else pipe)
-    return ScheduleCost(forward_ticks=forward, backward_ticks=backward, num_chunks=chunks, num_inputs=inputs)
+        kept = min(number, 2 * pipe - 1 if is_hidden else pipe)
+    return ScheduleCost(
+        forward_ticks=forward, backward_ticks=backward, num_chunks=chunks, num_inputs=inputs, num_kept=kept
+    )
 
 
 def schedules(config: RunConfig) -> list[Scheduling]:

@@ -130,14 +130,15 @@ class StepClock:
         """Bytes that a device exchanges over each group of mesh axes in a step that takes `time`: seconds of the
         exchanges there, times the rate of the links that the group crosses."""
         held = shards(self.arrays_of(config), config.mesh)
+        factor, number = self.rates.exchange, config.training.accumulation
         seconds: dict[tuple[str, ...], float] = defaultdict(float)
         for over, value in (
             ((axes.TENSOR,), time.tensor_exchange),
             (tuple(axes.MESH_AXES_OF_EXPERTS[config.model.moe.expert_axes]), time.expert_exchange),
             ((axes.CONTEXT,), time.context_exchange),
             ((axes.PIPE,), time.pipe_exchange),
-            *self._weight_exchange_by_axes(config, held).items(),
-            *self._gradient_sum_by_axes(config, held).items(),
+            *((over, factor * number * value) for over, value in self._weight_exchange_by_axes(config, held).items()),
+            *((over, factor * value) for over, value in self._gradient_sum_by_axes(config, held).items()),
         ):
             seconds[over] += value
         groups = {over: mesh_group(config.mesh, over, self.cluster) for over in seconds}
@@ -282,7 +283,7 @@ class StepClock:
             link = group.between if group.crosses_nodes else group.inside
             steps = (num_devices - 1, flight.compute), (num_devices, flight.wide)
             seconds = sum(count * send_seconds(flight.tokens * width * item, link) for count, item in steps)
-        elif moe.transport == "by_node" and (local := math.gcd(moe.node_devices, num_devices)) > 1:
+        elif moe.transport == "by_node" and (local := math.gcd(moe.node_members(mesh.tensor), num_devices)) > 1:
             hops = num_devices // local
             # Where the devices stand otherwise, neighbours are joined by the network.
             inside = group.inside if group.devices_per_node % local == 0 else group.between

@@ -18,7 +18,7 @@ from mmjax.planner.memory import (
 )
 from mmjax.planner.parameters import Shard
 from mmjax.planner.remat import KeptResult, choose_results, kept_results
-from mmjax.planner.schedules import Scheduling, cost_of, schedule_cost, schedules
+from mmjax.planner.schedules import ScheduleCost, Scheduling, cost_of, schedule_cost, schedules
 from mmjax.planner.step_time import StepClock, StepTime
 
 
@@ -32,7 +32,7 @@ class Way:
     host_bytes: float = 0.0
     """Of a device, on its host."""
     result_bytes: float = 0.0
-    """Of one micro-batch: results of layers that are kept on the device."""
+    """Results of layers that are kept on the device, of all micro-batches under way."""
     scheduling: Scheduling | None = None
     """Instead of the schedule of `config`."""
 
@@ -113,7 +113,10 @@ class Ways:
         by_node = ("by_node",) if group.crosses_nodes and group.devices_per_node > 1 else ()
         for transport in ("all_to_all", *by_node, "ring"):
             moe = dataclasses.replace(
-                config.model.moe, transport=transport, exchange_chunks=1, node_devices=group.devices_per_node
+                config.model.moe,
+                transport=transport,
+                exchange_chunks=1,
+                node_devices=group.devices_per_node * config.mesh.tensor,
             )
             choice = dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
             choices.append((self.clock.expert_exchange_seconds(choice), choice))
@@ -125,7 +128,7 @@ class Ways:
         config, cluster = plain.config, self.cluster
         results = self._results_of(config)
         # Where stages of a pipeline do not run again, results of all micro-batches under way are kept.
-        number = self._num_kept(config)
+        number = self._num_kept(config, schedule_cost(config))
         limits = {
             "device_bytes": (cluster.usable_bytes - plain.memory.total) / number,
             "host_bandwidth": cluster.gpu.pcie_bandwidth,
@@ -150,13 +153,13 @@ class Ways:
                     offload=micro_batches * copies,
                 ),
                 host_bytes=number * chosen.host_bytes,
-                result_bytes=chosen.device_bytes,
+                result_bytes=number * chosen.device_bytes,
             )
 
     @staticmethod
-    def _num_kept(config: RunConfig) -> int:
-        """Of how many micro-batches a device keeps results of layers."""
-        return 1 + schedule_cost(config).num_inputs if config.mesh.pipe > 1 and keeps_layers(config.model) else 1
+    def _num_kept(config: RunConfig, cost: ScheduleCost) -> float:
+        """Of how many micro-batches a device keeps results of its layers under a schedule of `cost`."""
+        return cost.num_kept / cost.num_chunks if config.mesh.pipe > 1 and keeps_layers(config.model) else 1
 
     def _results_of(self, config: RunConfig) -> list[KeptResult]:
         """Results of the layers of one device, of one micro-batch: what they hold and save grows with its tokens."""
@@ -183,17 +186,19 @@ class Ways:
         kept, pipe = flight.kept_inputs(), plain.config.mesh.pipe
         forward, backward = plain.time.forward, plain.time.backward + plain.time.recompute
         for scheduling in schedules(plain.config):
-            kept_then = flight.kept_inputs_of(cost_of(scheduling, pipe, number), scheduling.edges)
+            cost = cost_of(scheduling, pipe, number)
+            kept_then = flight.kept_inputs_of(cost, scheduling.edges)
+            more = self._num_kept(plain.config, cost) / self._num_kept(plain.config, schedule_cost(plain.config))
+            if (host_bytes := more * plain.host_bytes) > self.cluster.host_bytes:
+                continue
             bubble = self.clock.bubble_seconds_of(plain.config, scheduling, forward, backward)
             exchange = self.clock.pipe_exchange_seconds_of(plain.config, scheduling, forward, backward)
             exchange *= self.clock.rates.exchange
-            saved = plain.memory.saved_activations - kept + kept_then
-            more = cost_of(scheduling, pipe, number).num_inputs + 1 - self._num_kept(plain.config)
-            saved += more * plain.result_bytes if keeps_layers(plain.config.model) else 0.0
+            saved = plain.memory.saved_activations - kept + kept_then + (more - 1) * plain.result_bytes
             yield Way(
                 config=plain.config,
                 scheduling=scheduling,
                 memory=dataclasses.replace(plain.memory, saved_activations=saved),
                 time=dataclasses.replace(plain.time, bubble=bubble, pipe_exchange=exchange),
-                host_bytes=plain.host_bytes,
+                host_bytes=host_bytes,
             )

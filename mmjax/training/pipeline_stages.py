@@ -30,7 +30,7 @@ from mmjax.models.multimodal import Arrays, MultimodalModel
 from mmjax.models.stage_loop import KeptStage, StageLayers, num_sums, stage_table
 from mmjax.parallel.fsdp import make_varying, varying_like
 from mmjax.parallel.pipeline import Message, Work
-from mmjax.parallel.pipeline_work import keeps_layers
+from mmjax.planner.memory import keeps_layers
 from mmjax.training.loss import StepReport, auxiliary_share, token_share
 
 # Mesh axes over which the work of a step differs.

@@ -23,6 +23,7 @@ def test_ticks_and_kept_inputs_are_those_of_the_table(name, chunks, transfer):
         # Of interleaved stages that travel hidden, which ticks are the longer ones depends on the round.
         assert cost.seconds(FORWARD, BACKWARD) == pytest.approx(seconds, rel=0.03 if chunks > 1 else 1e-12)
         assert abs(cost.num_inputs - table.slots().num_inputs) <= (4 if chunks > 1 else 1)
+        assert cost.num_kept == max(table.slots(runs_again=False).kept_of_device)
 
 
 def test_a_split_backward_pass_never_takes_less_time_than_1f1b():

@@ -108,6 +108,10 @@ def test_exchange_of_experts_by_hand():
     # 32 bytes of which half leaves the device; there and back, three times.
     by_node = 3 * 2 * (3 * 10 * 32 / 1e5 + 4 * 10 * 32 / 2 / 1e6)
     assert step(moe(transport="by_node", node_devices=2), expert=8).expert_exchange == pytest.approx(by_node)
+    # Half as many members in a node of as many devices where tensor shards lie between them.
+    shards = step(moe(transport="by_node", node_devices=4), expert=4, tensor=2)
+    assert shards.expert_exchange == step(moe(transport="by_node", node_devices=5), expert=4, tensor=2).expert_exchange
+    assert shards.expert_exchange != step(moe(transport="by_node", node_devices=2), expert=4, tensor=2).expert_exchange
     # Round a ring of 2: the 40 rows once, the sums of their results twice.
     assert step(moe(transport="ring"), expert=2).expert_exchange == pytest.approx(3 * (1 + 2) * 40 * 32 / 1e6)
     # Over context and expert: 4 devices on 2 nodes, 20 tokens each, as over 4 devices of `expert` alone.

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -350,7 +350,7 @@ def test_warm_up_compiles_for_every_declared_size_of_a_batch_before_the_first_st
     monkeypatch.setattr(loop, "compile_step", compile_step)
     monkeypatch.setattr(loop, "abstract_batch", abstract_batch)
     config = RunConfig(data=DataConfig(row_patches=64, image_max_patches=64, patch_buckets=3))
-    programs: Any = loop.StepPrograms(config, MESH, Listener)  # type: ignore[arg-type]
+    programs: Any = loop.StepPrograms(config, MESH, cast(Any, Listener))
     programs.warm_up("")
     assert compiled == [64, 32, 16]
     assert "3 shapes" in said[0] and ", 1 from the compilation cache" in said[0]
@@ -367,7 +367,7 @@ def test_the_step_is_compiled_once_for_each_shape_of_a_batch(monkeypatch: pytest
         return lambda state, batch: (state + str(len(batch["patches"])), shape)
 
     monkeypatch.setattr(loop, "compile_step", compile_step)
-    program: Any = loop.StepPrograms(RunConfig(), MESH, None)  # type: ignore[arg-type]
+    program: Any = loop.StepPrograms(RunConfig(), MESH, cast(Any, None))
     program.prepare("", {"patches": np.zeros(8)})
     state = ""
     for size in np.random.default_rng(0).choice([4, 8, 16], 200).tolist():
