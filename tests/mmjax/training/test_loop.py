@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import signal
@@ -28,7 +29,11 @@ from mmjax.training.compiled_step import abstract_batch
 from mmjax.training.evaluation import EvaluationResult, GivenAnswer
 from mmjax.training.step import TrainState
 
-MESH = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
+
+@functools.cache
+def _mesh() -> jax.sharding.Mesh:
+    """Made by the first test that asks: machines without two devices collect this file too."""
+    return make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
 
 
 class Line:
@@ -96,7 +101,7 @@ def _new_state() -> TrainState:
 def _abstract_state(*_: object) -> TrainState:
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = PartitionSpec("fsdp") if leaf.shape else PartitionSpec()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(MESH, spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(_mesh(), spec))
 
     return jax.tree.map(place, jax.eval_shape(_new_state))
 
@@ -127,7 +132,7 @@ def _make_train_step(*_: object) -> Callable:
         return state, metrics
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, _abstract_state())
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, NamedSharding(MESH, PartitionSpec())))
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, NamedSharding(_mesh(), PartitionSpec())))
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +146,7 @@ def _tiny_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         loop, "place_batch", lambda batch, mesh: jax.device_put(batch, NamedSharding(mesh, PartitionSpec("fsdp")))
     )
-    inputs = jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec("fsdp")))
+    inputs = jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=NamedSharding(_mesh(), PartitionSpec("fsdp")))
     monkeypatch.setattr(loop, "abstract_batch", lambda *_: inputs)
     monkeypatch.setattr(loop.dry_run, "estimate", lambda *_: NoEstimate())
 
@@ -157,7 +162,7 @@ def _config(run_dir: Path, **training: Any) -> RunConfig:
 def _run(run_dir: Path, before: Callable[[int], Any] = lambda step: None, **training: Any) -> int:
     Line.before = staticmethod(before)
     run_dir.mkdir(exist_ok=True)
-    return loop.run(_config(run_dir, **training), MESH)
+    return loop.run(_config(run_dir, **training), _mesh())
 
 
 def _final_state(run_dir: Path) -> tuple[int, list[bytes]]:
@@ -215,7 +220,7 @@ def test_a_run_leaves_metrics_curves_checkpoints_and_the_sheet(undisturbed: Path
 
 def test_a_run_can_be_evaluated_before_its_first_step_and_after_any(tmp_path: Path, monkeypatch, capsys) -> None:
     def evaluate() -> list[tuple[int, float]]:
-        assert loop.run(_config(run_dir), MESH, is_evaluation_only=True) == 0
+        assert loop.run(_config(run_dir), _mesh(), is_evaluation_only=True) == 0
         records = read_lines(run_dir / "evaluations.jsonl")
         return [(record["step"], record["exact_match"]) for record in records]
 
@@ -327,7 +332,7 @@ def test_without_held_out_samples_the_run_says_so(tmp_path: Path, capfd: pytest.
     config = _config(tmp_path, steps=2)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, source="train.jsonl"))
     Line.before = staticmethod(lambda step: None)
-    assert loop.run(config, MESH) == 0
+    assert loop.run(config, _mesh()) == 0
     assert "nothing held out" in capfd.readouterr().out
     assert not (tmp_path / "answers.png").exists()
 
@@ -350,11 +355,11 @@ def test_warm_up_compiles_for_every_declared_size_of_a_batch_before_the_first_st
     monkeypatch.setattr(loop, "compile_step", compile_step)
     monkeypatch.setattr(loop, "abstract_batch", abstract_batch)
     config = RunConfig(data=DataConfig(row_patches=64, image_max_patches=64, patch_buckets=3))
-    programs: Any = loop.StepPrograms(config, MESH, cast(Any, Listener))
+    programs: Any = loop.StepPrograms(config, _mesh(), cast(Any, Listener))
     programs.warm_up("")
     assert compiled == [64, 32, 16]
     assert "3 shapes" in said[0] and ", 1 from the compilation cache" in said[0]
-    programs("", abstract_batch(config, MESH, 32))
+    programs("", abstract_batch(config, _mesh(), 32))
     assert len(compiled) == 3
 
 
@@ -367,7 +372,7 @@ def test_the_step_is_compiled_once_for_each_shape_of_a_batch(monkeypatch: pytest
         return lambda state, batch: (state + str(len(batch["patches"])), shape)
 
     monkeypatch.setattr(loop, "compile_step", compile_step)
-    program: Any = loop.StepPrograms(RunConfig(), MESH, cast(Any, None))
+    program: Any = loop.StepPrograms(RunConfig(), _mesh(), cast(Any, None))
     program.prepare("", {"patches": np.zeros(8)})
     state = ""
     for size in np.random.default_rng(0).choice([4, 8, 16], 200).tolist():
