@@ -11,6 +11,9 @@ import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+THREAD_OF_WARPGROUP = "mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"
+"""PTX that sets its register `thread` to the number of the thread in its warpgroup."""
+
 _is_simulated = ContextVar("is_simulated", default=False)
 
 
@@ -152,6 +155,26 @@ def draw(counter: Any, last: Any, drawn: Any, number: jax.Array) -> None:
         llvm.inline_asm(void, [*operands, is_taking], instructions, "l,l,r,b", has_side_effects=True)
 
     take_number(counter, last, drawn)  # pyright: ignore[reportCallIssue]
+
+
+def run_ptx(
+    instructions: str, constraints: str, refs: Sequence[tuple[Any, tuple]] = (), scalars: Sequence = ()
+) -> None:
+    """Insert PTX: its operands are addresses of refs, each given with its transforms, then int32 scalars."""
+    types = [plgpu.RefType(transforms) for _, transforms in refs] + [plgpu.Layout.WG_SPLAT for _ in scalars]
+
+    @plgpu.inline_mgpu(arg_types=tuple(types))
+    def insert(_, *operands):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm
+
+        values = [utils.memref_ptr(operand) for operand in operands[: len(refs)]]
+        values += [operand.registers.item() for operand in operands[len(refs) :]]
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, values, instructions, constraints, has_side_effects=True)
+
+    insert(*[ref for ref, _ in refs], *scalars)  # pyright: ignore[reportCallIssue]
 
 
 def row_layout() -> Any:

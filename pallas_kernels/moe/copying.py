@@ -4,7 +4,6 @@ Buffers are tiles of 8 rows of 128 bytes whose pieces of 16 bytes are exchanged 
 tensor cores read them. Both are written in PTX; a simulated warpgroup does the same with arrays.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +17,6 @@ from pallas_kernels.moe import mxfp4
 
 UNIT = 64
 """Inputs that one thread unpacks at a time: 32 bytes, with two scales."""
-
-_THREAD = "mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"
 
 
 class Packed(NamedTuple):
@@ -76,7 +73,7 @@ def gather_rows(
     lines = [
         "{ .reg .b32 thread, row, piece, place, even, odd, size, token, token<16>;",
         f".reg .b{32 if is_fetched else 64} list; .reg .b64 base, address; .reg .pred copies, is_row;",
-        _THREAD,
+        launcher.THREAD_OF_WARPGROUP,
         f"and.b32 piece, thread, {pieces - 1}; shr.u32 row, thread, {pieces.bit_length() - 1};",
         "add.u32 token, row, $3;",
         "mad.lo.u32 list, token, 4, $1;" if is_fetched else "mul.wide.u32 list, token, 4; add.u64 list, list, $1;",
@@ -106,7 +103,9 @@ def gather_rows(
         ]
     lines.append("cp.async.commit_group; }")
     refs = (rows, ()), (token, ()), (target, launcher.swizzle(width, target.dtype))
-    _run("\n".join(lines), f"l,{'r' if is_fetched else 'l'},r,r,r,r", refs, (first, jnp.int32(num_rows), 2 * column))
+    launcher.run_ptx(
+        "\n".join(lines), f"l,{'r' if is_fetched else 'l'},r,r,r,r", refs, (first, jnp.int32(num_rows), 2 * column)
+    )
 
 
 def fetch_tokens(token: Any, first: jax.Array, target: Any) -> None:
@@ -116,12 +115,12 @@ def fetch_tokens(token: Any, first: jax.Array, target: Any) -> None:
         return
     lines = [
         "{ .reg .b32 thread, target; .reg .b64 source; .reg .pred copies;",
-        _THREAD,
+        launcher.THREAD_OF_WARPGROUP,
         "setp.lt.u32 copies, thread, 16; mad.lo.u32 target, thread, 16, $1;",
         "shl.b32 thread, thread, 2; add.u32 thread, thread, $2; mul.wide.u32 source, thread, 4;",
         "add.u64 source, source, $0; @copies cp.async.cg.shared.global [target], [source], 16; }",
     ]
-    _run("\n".join(lines), "l,r,r", ((token, ()), (target, ())), (first,))
+    launcher.run_ptx("\n".join(lines), "l,r,r", ((token, ()), (target, ())), (first,))
 
 
 class Arrivals:
@@ -132,14 +131,21 @@ class Arrivals:
     """
 
     def __init__(self, barriers: Any, stages: int):
+        (num_words,) = barriers.shape
+        if 2 * stages > num_words:
+            raise ValueError(f"{stages} barriers of 8 bytes do not fit {num_words} words of 4")
         self.barriers, self.stages = barriers, stages
 
     def prepare(self) -> None:
         """Run once by the warpgroup that copies, before the others wait for anything that it tells them."""
         if not launcher.is_simulated():
-            lines = ["{ .reg .b32 thread; .reg .pred is_first;", _THREAD, "setp.eq.u32 is_first, thread, 0;"]
+            lines = [
+                "{ .reg .b32 thread; .reg .pred is_first;",
+                launcher.THREAD_OF_WARPGROUP,
+                "setp.eq.u32 is_first, thread, 0;",
+            ]
             lines += [f"@is_first mbarrier.init.shared::cta.b64 [$0 + {8 * slot}], 128;" for slot in range(self.stages)]
-            _run("\n".join([*lines, "}"]), "r", ((self.barriers, ()),))
+            launcher.run_ptx("\n".join([*lines, "}"]), "r", ((self.barriers, ()),))
         plgpu.commit_smem()
 
     def arrive(self, slot: jax.Array) -> None:
@@ -147,7 +153,7 @@ class Arrivals:
         if not launcher.is_simulated():
             lines = "{ .reg .b32 place; mad.lo.u32 place, $1, 8, $0;"
             lines += " cp.async.mbarrier.arrive.noinc.shared::cta.b64 [place]; }"
-            _run(lines, "r,r", ((self.barriers, ()),), (slot,))
+            launcher.run_ptx(lines, "r,r", ((self.barriers, ()),), (slot,))
 
     def wait(self, step: jax.Array) -> None:
         """Wait, as a warpgroup that multiplies, for the rows of `step`.
@@ -162,7 +168,7 @@ class Arrivals:
                 "@!is_done bra wait_${:uid}; }",
             ]
             slot, turn = lax.rem(step, self.stages), lax.rem(lax.div(step, self.stages), 2)
-            _run("\n".join(lines), "r,r,r", ((self.barriers, ()),), (slot, turn))
+            launcher.run_ptx("\n".join(lines), "r,r,r", ((self.barriers, ()),), (slot, turn))
 
 
 def await_copies(num_newest: int) -> None:
@@ -171,13 +177,13 @@ def await_copies(num_newest: int) -> None:
     `plgpu.commit_smem` would wait for the newest ones too.
     """
     if not launcher.is_simulated():
-        _run(f"cp.async.wait_group {num_newest}; bar.sync 15, 128;", "")
+        launcher.run_ptx(f"cp.async.wait_group {num_newest}; bar.sync 15, 128;", "")
 
 
 def end_group() -> None:
     """End a group of copies without a gather."""
     if not launcher.is_simulated():
-        _run("cp.async.commit_group;", "")
+        launcher.run_ptx("cp.async.commit_group;", "")
 
 
 def unpack(codes: Any, scales: Any, target: Any, *, transposed: bool) -> None:
@@ -197,7 +203,7 @@ def unpack(codes: Any, scales: Any, target: Any, *, transposed: bool) -> None:
         "{ .reg .b32 thread, source, scale, target, row, both, high, half, largest, bits, place;",
         f".reg .b32 factor<{2 * num_units}>, further<{2 * num_units}>, word<{8 * num_units}>, value<4>;",
         ".reg .pred is_large, is_nan, is_second;",
-        _THREAD,
+        launcher.THREAD_OF_WARPGROUP,
         # Of 8 neighbours 4 read their second 16 bytes first, so that no two read the same banks.
         "shl.b32 half, thread, 2; and.b32 half, half, 16; setp.ne.u32 is_second, half, 0;",
         "mad.lo.u32 source, thread, 32, $0; add.u32 source, source, half; shl.b32 half, half, 2;",
@@ -247,22 +253,4 @@ def unpack(codes: Any, scales: Any, target: Any, *, transposed: bool) -> None:
     lines += ["setp.gt.u32 is_large, largest, 128; @is_large bra large_${:uid};", *write(is_large=False)]
     lines += ["bra end_${:uid}; large_${:uid}:", *write(is_large=True), "end_${:uid}: }"]
     refs = (codes, ()), (scales, ()), (target, launcher.swizzle(UNIT, target.dtype))
-    _run("\n".join(lines), "r,r,r", refs)
-
-
-def _run(instructions: str, constraints: str, refs: Sequence[tuple[Any, tuple]] = (), scalars: Sequence = ()) -> None:
-    """Run PTX on the addresses of refs, given with their transforms, and then the values of int32 scalars."""
-    types = [plgpu.RefType(transforms) for _, transforms in refs] + [plgpu.Layout.WG_SPLAT for _ in scalars]
-
-    @plgpu.inline_mgpu(arg_types=tuple(types))
-    def insert(_, *operands):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import llvm
-
-        values = [utils.memref_ptr(operand) for operand in operands[: len(refs)]]
-        values += [operand.registers.item() for operand in operands[len(refs) :]]
-        void = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(void, values, instructions, constraints, has_side_effects=True)
-
-    insert(*[ref for ref, _ in refs], *scalars)  # pyright: ignore[reportCallIssue]
+    launcher.run_ptx("\n".join(lines), "r,r,r", refs)
