@@ -12,8 +12,8 @@
 Each case is a process of its own. All start at once and compile side by side; they use the GPUs one after the other,
 the most important first, and those that are timed wait until nothing compiles or --compile-seconds are over. A case
 that hangs is ended when its own time is over, and costs no other. FOLDER gets results.json, written after each case,
-and logs/. The tables come last. `--tiny` takes virtual CPU devices and tiny shapes: it proves the script, its numbers
-mean nothing.
+logs/ and traces/ (the kernels of one step). The tables come last. `--tiny` takes virtual CPU devices and tiny shapes:
+it proves the script, its numbers mean nothing.
 """
 
 import argparse
@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="virtual CPU devices and tiny shapes")
     parser.add_argument("--seconds", type=float, default=470.0, help="after which everything is ended")
     parser.add_argument("--compile-seconds", type=float, default=200.0, help="after which timings begin at the latest")
+    parser.add_argument("--after", type=Path, help="a file that must be there before anything is timed")
     parser.add_argument("--processes", type=int, default=max(2, (os.cpu_count() or 1) // 4), help="at the same time")
     parser.add_argument("--list", action="store_true", help="print the names of all cases")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -90,7 +91,8 @@ def with_needs(cases: list[Case], only: list[str]) -> list[Case]:
 
 
 def run_all(cases: list[Case], num_devices: int, options: argparse.Namespace) -> list[Outcome]:
-    (options.output / "logs").mkdir(parents=True, exist_ok=True)
+    for folder in ("logs", "traces"):
+        (options.output / folder).mkdir(parents=True, exist_ok=True)
     flags = os.environ.get("XLA_FLAGS", "")
     if "autotune_level" not in flags:
         flags = f"{flags} {CPU_FLAGS if options.tiny else GPU_FLAGS}"
@@ -100,6 +102,7 @@ def run_all(cases: list[Case], num_devices: int, options: argparse.Namespace) ->
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
     shared = tempfile.mkdtemp()
     command = [sys.executable, __file__, "--devices", str(num_devices), "--shared", shared]
+    command += ["--output", str(options.output)]
     try:
         runner = Runner(
             cases=cases,
@@ -109,6 +112,7 @@ def run_all(cases: list[Case], num_devices: int, options: argparse.Namespace) ->
             num_processes=options.processes,
             seconds=options.seconds,
             compile_seconds=options.compile_seconds,
+            after=options.after,
             # Virtual devices share their cores with all that compiles.
             patience=10.0 if options.tiny else 1.0,
             keep=lambda outcomes: write(outcomes, options.output / "results.json", num_devices),
@@ -126,11 +130,14 @@ def write(outcomes: list[Outcome], path: Path, num_devices: int) -> None:
 def run_case(case: Case, options: argparse.Namespace) -> None:
     """What a process of one case does."""
     module = importlib.import_module(f"multi_benchmarks.{case.module}")
-    session = Session(options.shared, options.devices, is_tiny=options.tiny)
+    session = Session(options.shared, options.devices, is_tiny=options.tiny, output=options.output)
     try:
         module.run(session, case.name, **case.arguments)
     except ConfigurationError as error:
         raise SystemExit(f"refused: {error.where}: {error.found}; {error.remedy}") from None
+    sys.stdout.flush()
+    # What JAX and NCCL take down at the end takes seconds.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from typing import Any
 
 MODELS = {"k3_slice": "k3_slice_1xh200", "kimi_linear": "kimi_linear_lora_1xh200"}
 """Experiments of one GPU that are spread over several, by the name that cases have."""
-MESH_TESTS = ("test_step", "test_lora_step", "test_pipeline_step")
+# Under tests/mmjax: of meshes of eight devices, and those that take as many as there are.
+MESH_TESTS = ("training/test_step", "training/test_lora_step", "training/test_pipeline_step")
+TESTS = ("training/test_step", "models/test_moe_kernels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class Case:
     is_timed: bool = True
     is_free: bool = False
     """It uses the GPUs without a turn, and is ended when timings begin."""
+    is_large: bool = False
+    """It takes half of a GPU's memory or more, so no other may hold some."""
 
 
 def meshes_of(number: int) -> list[str]:
@@ -46,54 +50,51 @@ def cases_for(number: int) -> list[Case]:
     meshes = meshes_of(number)
     cases = [Case(part="environment", name="environment", module="environment", is_timed=False)]
     if number > 1:
-        cases.append(Case(part="links", name="links", module="links", seconds=60))
-    for model, experiment in MODELS.items():
-        cases += [
-            Case(
-                part="steps",
-                name=f"{model} {mesh or 'one GPU'}",
-                module="steps",
-                arguments={"experiment": experiment, "mesh": mesh},
-            )
-            for mesh in ["", *meshes[:1]]
-        ]
+        cases.append(Case(part="links", name="links", module="links", seconds=40))
+    for model in MODELS:
+        cases += [_step(model, mesh) for mesh in ["", *meshes[:1]]]
     comparison = "gradients one GPU"
+    pipelines = [mesh for mesh in meshes if "pipe" in mesh]
+    ways: list[tuple[str, str, dict[str, Any]]] = [("one GPU", "", {}), *((mesh, mesh, {}) for mesh in meshes)]
+    # All stages in one program.
+    ways += [(f"{mesh}, one program", mesh, {"model": {"layer_loops": "whole"}}) for mesh in pipelines]
     cases += [
         Case(
             part="meshes",
-            name=f"gradients {mesh or 'one GPU'}",
+            name=f"gradients {name}",
             module="meshes",
-            arguments={"mesh": mesh},
+            arguments={"mesh": mesh, "changes": changes},
             needs=comparison if mesh else "",
             is_timed=False,
         )
-        for mesh in ["", *meshes]
+        for name, mesh, changes in ways
     ]
     cases += _variants(meshes[0] if meshes else "", number)
-    # What a pipeline or split positions give is in the table of gradients; these are the meshes that must be timed.
-    cases += [
-        Case(
-            part="steps",
-            name=f"{model} {mesh}",
-            module="steps",
-            arguments={"experiment": experiment, "mesh": mesh},
-        )
-        for mesh in meshes[1:4]
-        for model, experiment in MODELS.items()
-    ]
+    # What split positions give is in the table of gradients; these are the meshes that must be timed.
+    cases += [_step(model, mesh) for model in MODELS for mesh in meshes[1:4]]
     cases += [
         Case(
             part="tests",
-            name=f"tests {name}",
+            name=f"tests {name.split('/')[1]}",
             module="mesh_tests",
-            arguments={"file": f"tests/mmjax/training/{name}.py"},
+            arguments={"file": f"tests/mmjax/{name}.py"},
             is_timed=False,
             is_free=True,
         )
-        for name in MESH_TESTS
+        for name in (MESH_TESTS if number >= 8 else TESTS)
         if number > 1
     ]
     return cases
+
+
+def _step(model: str, mesh: str) -> Case:
+    return Case(
+        part="steps",
+        name=f"{model} {mesh or 'one GPU'}",
+        module="steps",
+        arguments={"experiment": MODELS[model], "mesh": mesh},
+        is_large=model == "kimi_linear",
+    )
 
 
 def _variants(mesh: str, number: int) -> list[Case]:
@@ -104,18 +105,29 @@ def _variants(mesh: str, number: int) -> list[Case]:
     changes: list[tuple[str, str, dict[str, Any]]] = []
     if number > 1:
         changes += [
+            ("scheduler", "4 exchanges at once", {"training": {"exchanges_at_once": 4}}),
             ("scheduler", "latency hiding off", {"is_latency_hidden": False}),
             ("scheduler", "latency hiding on", {"is_latency_hidden": True}),
             ("transports", "ring", {"moe": {"transport": "ring"}}),
             ("transports", "ragged", {"moe": {"transport": "ragged"}}),
-            ("scheduler", "ragged, latency hiding on", {"moe": {"transport": "ragged"}, "is_latency_hidden": True}),
             ("transports", "two chunks", {"moe": {"exchange_chunks": 2}}),
-            ("scheduler", "two chunks, level O1", {"moe": {"exchange_chunks": 2}, "optimization_level": "O1"}),
+            (
+                "scheduler",
+                "two chunks, 10 exchanges at once",
+                {"moe": {"exchange_chunks": 2}, "training": {"exchanges_at_once": 10}},
+            ),
+            ("transports", "by node", {"moe": {"transport": "by_node", "node_devices": number}}),
+            ("scheduler", "10 exchanges at once", {"training": {"exchanges_at_once": 10}}),
         ]
     changes += [
         ("offload", "attention on the host", {"model": {"remat_offload": ("attention",)}}),
         ("offload", "attention kept", {"model": {"remat_keep": ("attention",)}}),
     ]
+    if number > 1:
+        changes += [
+            ("scheduler", "ragged, latency hiding on", {"moe": {"transport": "ragged"}, "is_latency_hidden": True}),
+            ("scheduler", "two chunks, level O1", {"moe": {"exchange_chunks": 2}, "optimization_level": "O1"}),
+        ]
     cases = [
         Case(
             part=part,
@@ -127,5 +139,5 @@ def _variants(mesh: str, number: int) -> list[Case]:
         for part, name, change in changes
     ]
     if number > 1:
-        cases.insert(2, Case(part="transports", name="exchange alone", module="exchange"))
+        cases.insert(3, Case(part="transports", name="exchange alone", module="exchange"))
     return cases

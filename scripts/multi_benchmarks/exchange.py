@@ -16,7 +16,7 @@ from mmjax.errors import ConfigurationError
 from mmjax.parallel.expert import ExpertExchange, check_transport, exchange_experts
 from mmjax.parallel.mesh import make_mesh
 
-TRANSPORTS = ("all_to_all", "ring", "ragged")
+TRANSPORTS = ("all_to_all", "ring", "ragged", "by_node")
 CAPACITY_FACTOR = 1.25
 
 
@@ -60,7 +60,10 @@ def run(session: Session, name: str) -> None:
 
 
 def make_exchange(transport: str, num_experts: int, mesh: jax.sharding.Mesh) -> Callable:
-    exchange = ExpertExchange(num_experts=num_experts, capacity_factor=CAPACITY_FACTOR, transport=transport)
+    # All devices are of one node.
+    exchange = ExpertExchange(
+        num_experts=num_experts, capacity_factor=CAPACITY_FACTOR, transport=transport, node_devices=mesh.size
+    )
 
     def on_device(rows: jax.Array, index: jax.Array, weight: jax.Array) -> jax.Array:
         def apply(rows: jax.Array, expert: jax.Array) -> jax.Array:

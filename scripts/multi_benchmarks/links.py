@@ -1,5 +1,7 @@
 """Exchanges between the GPUs through JAX, and what the planner expects of their links."""
 
+import os
+
 from multi_benchmarks.session import Session
 
 from mmjax.parallel.link_readings import read_links
@@ -9,17 +11,20 @@ from mmjax.planner.machine import discover
 from mmjax.planner.readings import Reading, fit_link
 from mmjax.planner.topology import machine_cluster, read_cluster
 
-SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30)
 TINY_SIZES = (1 << 12, 1 << 20)
 
 
 def run(session: Session, name: str) -> None:
+    # The log says by which ways the GPUs reach each other.
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,GRAPH"}
     machine = discover()
     cluster = machine_cluster(machine) if machine.gpus else read_cluster(f"1x{session.num_devices}xh200")
     with session.turn():
         readings = read_links(TINY_SIZES if session.is_tiny else SIZES, repeats=3 if session.is_tiny else 10)
     for reading in readings.exchanges:
         session.report(
+            num_devices=reading.num_devices,
             exchange=reading.exchange,
             num_bytes=reading.num_bytes,
             seconds=reading.seconds,

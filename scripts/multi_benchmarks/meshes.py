@@ -1,6 +1,7 @@
 """Loss and gradients of a mesh against one GPU, in float32 and bfloat16: every part of Kimi K3, all of it trained."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,9 +30,10 @@ from mmjax.training.step import abstract_state, make_value_and_gradient, place_a
 DTYPES = ("float32", "bfloat16")
 
 
-def run(session: Session, name: str, *, mesh: str) -> None:
+def run(session: Session, name: str, *, mesh: str, changes: dict[str, Any]) -> None:
     """Without a mesh the gradients of one GPU are kept; with one they are compared with those."""
-    config = shapes.settled(run_config(parse_mesh(mesh) if mesh else MeshConfig(), is_tiny=session.is_tiny))
+    config = run_config(parse_mesh(mesh) if mesh else MeshConfig(), is_tiny=session.is_tiny)
+    config = shapes.settled(shapes.changed(config, **changes))
     # CPUs lack the products of bfloat16 that split positions need.
     dtypes = DTYPES[:1] if session.is_tiny and config.mesh.context > 1 else DTYPES
     programs = {dtype: compiled(config, dtype) for dtype in dtypes}

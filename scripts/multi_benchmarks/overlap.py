@@ -4,13 +4,28 @@ import gzip
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_train import part_of
+
 EXCHANGE = re.compile(r"nccl|memcpy ?p2p|ragged.?all.?to.?all|all.?reduce.?kernel", re.IGNORECASE)
 Interval = tuple[float, float]
+# Of the kernels of a step, so many of the longest are described.
+_NUM_DESCRIBED = 40
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ran on a stream of a device, in microseconds."""
+
+    device: int
+    lane: int
+    name: str
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -22,41 +37,100 @@ class Overlap:
     """Waiting for the other devices included."""
     hidden: float
     """Of the exchanging: while something computed, too."""
+    span: float
+    """From the first kernel to the end of the last."""
+    parts: dict[str, float]
+    """Computing by `bench_train.PARTS`, what runs side by side counted twice."""
+    computing_of_devices: list[float]
 
     @property
     def hidden_share(self) -> float:
         return self.hidden / self.exchanging if self.exchanging else 1.0
 
 
-def read_overlap(directory: Path) -> Overlap | None:
-    """From what JAX's profiler wrote; None where no GPU was traced."""
+def read_kernels(directory: Path) -> list[Kernel]:
+    """From what JAX's profiler wrote; none where no GPU was traced."""
     events: list[Mapping[str, Any]] = []
     for path in directory.rglob("*.trace.json.gz"):
         events += json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    return overlap_of(events)
+    return kernels_of(events)
 
 
-def overlap_of(events: Iterable[Mapping[str, Any]]) -> Overlap | None:
-    """Of events of Chrome's trace format, microseconds: what runs in lanes named Stream, by process (device)."""
+def kernels_of(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
+    """Of events of Chrome's trace format: what runs in lanes named Stream, by process (device)."""
     events = list(events)
     lanes = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    exchanges: dict[Any, list[Interval]] = defaultdict(list)
-    computing: dict[Any, list[Interval]] = defaultdict(list)
-    for event in events:
-        if event.get("ph") == "X" and lanes.get((event["pid"], event.get("tid")), "").startswith("Stream"):
-            found = exchanges if EXCHANGE.search(event["name"]) else computing
-            found[event["pid"]].append((event["ts"], event["ts"] + event["dur"]))
-    devices = exchanges.keys() | computing.keys()
+    return [
+        Kernel(event["pid"], event["tid"], event["name"], event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("ph") == "X" and lanes.get((event["pid"], event.get("tid")), "").startswith("Stream")
+    ]
+
+
+def overlap_of(kernels: Iterable[Kernel]) -> Overlap | None:
+    """None where no GPU was traced."""
+    exchanges: dict[int, list[Interval]] = defaultdict(list)
+    computing: dict[int, list[Interval]] = defaultdict(list)
+    parts: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        if EXCHANGE.search(kernel.name):
+            exchanges[kernel.device].append((kernel.begin, kernel.end))
+        else:
+            computing[kernel.device].append((kernel.begin, kernel.end))
+            parts[part_of(kernel.name)] += kernel.end - kernel.begin
+    devices = sorted(exchanges.keys() | computing.keys())
     if not devices:
         return None
-    sums = [0.0, 0.0, 0.0]
+    sums = [0.0, 0.0, 0.0, 0.0]
     for device in devices:
         exchanged, computed = merged(exchanges[device]), merged(computing[device])
+        both = merged([*computed, *exchanged])
         sums[0] += length(computed)
         sums[1] += length(exchanged)
         # What both cover: their lengths, less that of what either covers.
-        sums[2] += length(computed) + length(exchanged) - length(merged([*computed, *exchanged]))
-    return Overlap(*(total * 1e-6 / len(devices) for total in sums))
+        sums[2] += length(computed) + length(exchanged) - length(both)
+        sums[3] += both[-1][1] - both[0][0]
+    scale = 1e-6 / len(devices)
+    return Overlap(
+        *(total * scale for total in sums),
+        parts={part: total * scale for part, total in sorted(parts.items(), key=lambda item: -item[1])},
+        computing_of_devices=[length(merged(computing[device])) * 1e-6 for device in devices],
+    )
+
+
+def describe_kernels(kernels: Sequence[Kernel]) -> str:
+    """The longest by name: milliseconds on each device, how often, name; of exchanges also what nothing hides."""
+    times: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    counts: dict[str, int] = defaultdict(int)
+    computing: dict[int, list[Interval]] = defaultdict(list)
+    exchanges: dict[str, dict[int, list[Interval]]] = defaultdict(lambda: defaultdict(list))
+    for kernel in kernels:
+        times[kernel.name][kernel.device] += (kernel.end - kernel.begin) * 1e-3
+        counts[kernel.name] += 1
+        interval = (kernel.begin, kernel.end)
+        if EXCHANGE.search(kernel.name):
+            exchanges[kernel.name][kernel.device].append(interval)
+        else:
+            computing[kernel.device].append(interval)
+    computed = {device: merged(intervals) for device, intervals in computing.items()}
+    lines = []
+    for name in sorted(times, key=lambda name: -sum(times[name].values()))[:_NUM_DESCRIBED]:
+        exposed = [
+            length(merged([*computed.get(device, []), *intervals])) - length(computed.get(device, []))
+            for device, intervals in sorted(exchanges[name].items())
+        ]
+        devices = ", ".join(f"{total:.2f}" for _, total in sorted(times[name].items()))
+        waited = f" exposed {', '.join(f'{total * 1e-3:.2f}' for total in exposed)}" if exposed else ""
+        lines.append(f"{devices} ms, {counts[name]} x, {name[:120]}{waited}")
+    return "\n".join(lines)
+
+
+def save_kernels(path: Path, kernels: Sequence[Kernel]) -> None:
+    """As JSON: names, and [device, lane, place of the name, begin, end] of each."""
+    names = sorted({kernel.name for kernel in kernels})
+    places = {name: place for place, name in enumerate(names)}
+    rows = [[k.device, k.lane, places[k.name], round(k.begin, 3), round(k.end, 3)] for k in kernels]
+    path.write_bytes(gzip.compress(json.dumps({"names": names, "kernels": rows}).encode()))
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:

@@ -83,6 +83,7 @@ def print_report(outcomes: Sequence[Outcome], console: Console | None = None) ->
         gradient_table(outcomes),
         exchange_table(outcomes),
         step_table(outcomes),
+        part_table(outcomes),
         unfinished_table(outcomes),
         check_table(outcomes),
     ):
@@ -166,7 +167,7 @@ def exchange_table(outcomes: Sequence[Outcome]) -> Table:
 
 def step_table(outcomes: Sequence[Outcome]) -> Table:
     columns = ("step", "time", "tokens/s a device", "MFU", "of one GPU", "exchanging", "hidden", "hidden by schedule")
-    table = Table(*columns, "memory", "rounds", "gradients")
+    table = Table(*columns, "memory", "rounds", "gradients", "uneven routers")
     ratios = speed_ratios(outcomes)
     for outcome in outcomes:
         if "tokens_per_second" not in (values := values_of(outcome)):
@@ -185,7 +186,22 @@ def step_table(outcomes: Sequence[Outcome]) -> Table:
             f"{max(values['peak_bytes'], values['compiled_bytes']) / 2**30:.1f} GiB",
             f"{values['rounds']:.2f}",
             f"{apart['norm']:.0e}" if apart else "",
+            milliseconds(values["uneven_seconds"]) if "uneven_seconds" in values else "",
         )
+    return table
+
+
+def part_table(outcomes: Sequence[Outcome]) -> Table:
+    """Of a traced step: computing by parts, milliseconds, the mean of the devices."""
+    table = Table("traced step", "first to last kernel", "computing, by device", "by part")
+    for outcome in outcomes:
+        if (traced := values_of(outcome).get("traced")) is not None:
+            table.add_row(
+                escape(outcome.name),
+                milliseconds(traced["span"]),
+                ", ".join(map(milliseconds, traced["computing_of_devices"])),
+                ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in traced["parts"].items()),
+            )
     return table
 
 

@@ -58,6 +58,8 @@ class Runner:
     num_processes: int
     seconds: float
     compile_seconds: float
+    after: Path | None = None
+    """A file that must be there before anything is timed: others use the GPUs until then."""
     patience: float = 1.0
     """Cases may take so many times as long as they say."""
     keep: Callable[[list[Outcome]], None] = lambda outcomes: None
@@ -90,7 +92,8 @@ class Runner:
         log = self.logs / f"{case.name.replace(' ', '_').replace(',', '')}.log"
         with log.open("w") as output:
             popen = subprocess.Popen(
-                [*self.command, "--case", case.name],
+                # Cores go to the case that is timed; see `_give_turn`.
+                ["nice", "-n", "5", *self.command, "--case", case.name],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -104,10 +107,11 @@ class Runner:
 
     def _give_turn(self) -> None:
         states = {process.state for process in self._live.values()}
-        if "running" in states:
+        leaving = [process.case for process in self._live.values() if process.state == "released"]
+        if "running" in states or any(case.is_large for case in leaving):
             return
         is_late = time.monotonic() - self._begun > self.compile_seconds
-        may_time = is_late or "compiling" not in states
+        may_time = (is_late or "compiling" not in states) and (self.after is None or self.after.exists())
         for case in self.cases:
             process = self._live.get(case.name)
             if process is None or process.state != "ready" or (case.is_timed and not may_time):
@@ -119,7 +123,12 @@ class Runner:
                 if needed.status != "done":
                     self._end(process, f"not run: {case.needs} gave nothing to compare with")
                     continue
+            if case.is_large and leaving:
+                return
             process.state, process.turn_started = "running", time.monotonic()
+            # To raise a priority again is not everyone's right.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PGRP, process.popen.pid, os.getpriority(os.PRIO_PROCESS, 0))
             # One that has just died is found out when its events end.
             with contextlib.suppress(BrokenPipeError):
                 process.popen.stdin.write(b"go\n")

@@ -21,6 +21,8 @@ class Session:
     """Folder for what other cases compare with."""
     num_devices: int
     is_tiny: bool = False
+    output: Path | None = None
+    """Folder of the results, for what is too long to report."""
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

@@ -38,10 +38,20 @@ def spread(config: RunConfig, mesh: MeshConfig, num_devices: int) -> RunConfig:
     )
 
 
-def changed(config: RunConfig, *, moe: dict[str, Any] | None = None, model: dict[str, Any] | None = None) -> RunConfig:
-    """With other settings of the mixture of experts, or of the model."""
+def changed(
+    config: RunConfig,
+    *,
+    moe: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+) -> RunConfig:
+    """With other settings of the mixture of experts, of the model, or of training."""
     mixture = dataclasses.replace(config.model.moe, **(moe or {}))
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, moe=mixture, **(model or {})))
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, moe=mixture, **(model or {})),
+        training=dataclasses.replace(config.training, **(training or {})),
+    )
 
 
 def experiment(name: str, *, is_tiny: bool) -> RunConfig:

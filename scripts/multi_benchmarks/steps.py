@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import time
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from bench_train import PEAK_FLOPS, draw_batch
 from flax import nnx
 from multi_benchmarks import gradients, shapes
-from multi_benchmarks.overlap import read_overlap
+from multi_benchmarks.overlap import describe_kernels, overlap_of, read_kernels, save_kernels
 from multi_benchmarks.session import Session
 
 from mmjax.checkpoint.adapters import define_run
@@ -30,7 +31,7 @@ from mmjax.training.optimizer import make_optimizer
 from mmjax.training.step import TrainState, abstract_state, make_train_step, place_batch
 
 # Steps of a run, within so many seconds; the first two are not timed.
-FEWEST_STEPS, MOST_STEPS, MOST_SECONDS = 4, 18, 9.0
+FEWEST_STEPS, MOST_STEPS, MOST_SECONDS = 4, 14, 6.0
 
 
 def run(
@@ -53,67 +54,110 @@ def run(
     config = shapes.settled(shapes.changed(shapes.spread(start, mesh_config, session.num_devices), **changes))
     devices = make_mesh(config.mesh)
     abstract = abstract_state(config, devices)
+    # Routers as they are drawn give one device more rows than another: what that costs is timed once.
+    draws = [make_draw(config, devices)]
+    if config.mesh.expert > 1 and not base:
+        draws.append(make_draw(config, devices, is_even=False))
     begun = time.perf_counter()
-    lowered = [
-        make_draw(config, devices).lower(),
-        make_train_step(config, devices).lower(abstract, abstract_batch(config, devices)),
-    ]
+    lowered = make_train_step(config, devices).lower(abstract, abstract_batch(config, devices))
+    programs = [(lowered, options), *((draw.lower(), {"xla_backend_optimization_level": 0}) for draw in draws)]
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        fast = {"xla_backend_optimization_level": 0}
-        draw, step = threads.map(lambda one, given: one.compile(compiler_options=given), lowered, (fast, options))
-    compile_seconds = time.perf_counter() - begun
+        step, draw, *uneven = threads.map(lambda one: one[0].compile(compiler_options=one[1]), programs)
+        compile_seconds = time.perf_counter() - begun
+        # Before the turn, which it would disturb; what it cannot read is said when all else is.
+        schedule = threads.submit(read_schedule, step, config)
 
     with tempfile.TemporaryDirectory() as directory:
         with session.turn():
-            state, batch = draw(), place_batch(draw_batch(config), devices)
-            losses, seconds = [], []
-            first: dict[str, Any] = {}
-            most = FEWEST_STEPS if session.is_tiny else MOST_STEPS
-            while len(losses) < FEWEST_STEPS or (len(losses) < most and sum(seconds) < MOST_SECONDS):
-                begun = time.perf_counter()
-                state, metrics = step(state, batch)
-                losses.append(float(metrics["loss"]))
-                seconds.append(time.perf_counter() - begun)
-                first = first or gradients.on_host(first_moments(state))
-            step_seconds = statistics.median(seconds[2:])
+            batch = place_batch(draw_batch(config), devices)
+            state = draw()
+            num_steps = FEWEST_STEPS if session.is_tiny else MOST_STEPS
+            state, timed = time_steps(step, state, batch, num_steps)
             memory = devices.devices.flat[0].memory_stats() or {}
             session.report(
                 num_devices=config.mesh.num_devices,
                 compile_seconds=compile_seconds,
-                step_seconds=step_seconds,
-                **rates(config, estimate(config, abstract).training_step_flops, step_seconds),
-                losses=losses,
+                step_seconds=timed.seconds,
+                fastest_seconds=timed.fastest,
+                **rates(config, estimate(config, abstract).training_step_flops, timed.seconds),
+                losses=timed.losses,
                 peak_bytes=memory.get("peak_bytes_in_use", 0),
                 compiled_bytes=compiled_bytes(step),
-                rounds=float(metrics["exchange_rounds"]),
-                load=float(metrics["moe_load_max_over_mean"]),
+                rounds=float(timed.metrics["exchange_rounds"]),
+                load=float(timed.metrics["moe_load_max_over_mean"]),
             )
-            with jax.profiler.trace(directory):
-                jax.block_until_ready(step(state, batch))
+            profile = jax.profiler.ProfileOptions()
+            profile.python_tracer_level = 0
+            with jax.profiler.trace(directory, profiler_options=profile):
+                state, metrics = step(state, batch)
+                jax.block_until_ready(metrics)
+            for other in uneven:
+                del state
+                state, again = time_steps(step, other(), batch, num_steps)
+                session.report(uneven_seconds=again.seconds, uneven_load=float(again.metrics["moe_load_max_over_mean"]))
             del state
-        if (overlap := read_overlap(Path(directory))) is not None:
+        if base:
+            found = gradients.difference(timed.first, gradients.load(session.shared / f"{base}.npz"))
+            session.report(gradients=dataclasses.asdict(found))
+        else:
+            gradients.save(session.shared / f"{name}.npz", timed.first)
+        if (kernels := read_kernels(Path(directory))) and (overlap := overlap_of(kernels)) is not None:
             session.report(traced=dataclasses.asdict(overlap) | {"hidden_share": overlap.hidden_share})
-    if base:
-        found = gradients.difference(first, gradients.load(session.shared / f"{base}.npz"))
-        session.report(gradients=dataclasses.asdict(found))
-    else:
-        gradients.save(session.shared / f"{name}.npz", first)
-    reader = ExchangeReader(read_program(step.as_text()), config.mesh, read_cluster(f"1x{session.num_devices}xh200"))
+            print(describe_kernels(kernels))
+            if session.output is not None and not base:
+                save_kernels(session.output / "traces" / f"{name}.json.gz", kernels)
+    session.report(scheduled=schedule.result())
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Steps one behind the other."""
+
+    seconds: float
+    """Of one: the median."""
+    fastest: float
+    losses: list[float]
+    first: dict[str, Any]
+    """`first_moments` of the first step, on the host."""
+    metrics: dict[str, jax.Array]
+    """Of the last step."""
+
+
+def time_steps(step: Any, state: TrainState, batch: Any, most: int) -> tuple[TrainState, Timed]:
+    """Each begins when the loss of the one before is here."""
+    losses, seconds = [], []
+    first: dict[str, Any] = {}
+    metrics: dict[str, jax.Array] = {}
+    while len(losses) < FEWEST_STEPS or (len(losses) < most and sum(seconds[1:]) < MOST_SECONDS):
+        begun = time.perf_counter()
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        seconds.append(time.perf_counter() - begun)
+        first = first or gradients.on_host(first_moments(state))
+    return state, Timed(statistics.median(seconds[2:]), min(seconds[2:]), losses, first, metrics)
+
+
+def read_schedule(step: Any, config: RunConfig) -> dict[str, float]:
+    """What the order that the compiler chose hides."""
+    cluster = read_cluster(f"1x{config.mesh.num_devices}xh200")
+    reader = ExchangeReader(read_program(step.as_text()), config.mesh, cluster)
     exchanges, timeline = reader.exchanges(), reader.timeline()
-    session.report(
-        scheduled={
-            "hidden_share": hidden_share(exchanges),
-            "exchanged_bytes": sum(exchange.num_bytes for exchange in exchanges if not exchange.is_conditional),
-            **dataclasses.asdict(timeline),
-        }
-    )
+    return {
+        "hidden_share": hidden_share(exchanges),
+        "exchanged_bytes": sum(exchange.num_bytes for exchange in exchanges if not exchange.is_conditional),
+        **dataclasses.asdict(timeline),
+    }
 
 
-def make_draw(config: RunConfig, mesh: jax.sharding.Mesh):
+def make_draw(config: RunConfig, mesh: jax.sharding.Mesh, *, is_even: bool = True):
     """Jitted `() -> TrainState` of arbitrary weights: one program, which compiles within seconds.
 
-    Norms, biases and the like start as in a run; adapters do not, so that all have gradients in the first step.
+    Norms, biases and the like start as in a run; adapters do not, so that all have gradients in the first step. Where
+    routing `is_even`, routers score one device's experts as they score every other's: then each token's experts are
+    shared out evenly over the devices, as if routers were balanced between them, and as uneven as before on each.
     """
+    moe = config.model.moe
+    experts_of_device = moe.num_resident_experts // config.mesh.expert
     definition, abstract = define_run(config), abstract_state(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.training.steps, definition.parameters)
 
@@ -129,6 +173,9 @@ def make_draw(config: RunConfig, mesh: jax.sharding.Mesh):
                 return (119 + bits % 2 if path.endswith("_scales") else bits % 256).astype(jnp.uint8)
             initializer, deviation = metadata["initializer"], config.model.initializer_range
             is_factor = isinstance(variable, LoraFactor)
+            if is_even and path.endswith(".router"):
+                of_device = noise(path, (*described.shape[:-1], experts_of_device), deviation).astype(described.dtype)
+                return jnp.concatenate([of_device] * (described.shape[-1] // experts_of_device), axis=-1)
             if is_factor or initializer is normal(deviation):
                 return noise(path, described.shape, deviation).astype(described.dtype)
             return initializer(jax.random.key(0), described.shape, described.dtype)

@@ -81,9 +81,9 @@ def events(*kernels: tuple[int, int, str, float, float]) -> list[dict]:
 
 
 def test_exchanges_are_hidden_as_far_as_something_computes_beside_them():
-    from multi_benchmarks.overlap import overlap_of
+    from multi_benchmarks.overlap import describe_kernels, kernels_of, overlap_of
 
-    found = overlap_of(
+    kernels = kernels_of(
         events(
             (0, 1, "gemm", 0, 40),
             (0, 1, "fusion", 30, 50),
@@ -93,10 +93,14 @@ def test_exchanges_are_hidden_as_far_as_something_computes_beside_them():
             (1, 2, "MemcpyP2P", 10, 20),
         )
     )
+    found = overlap_of(kernels)
     assert found is not None
     # Device 0 computes 50, exchanges 80 and hides 30; device 1 computes 100, exchanges and hides 10.
     np.testing.assert_allclose([found.computing, found.exchanging, found.hidden], [75e-6, 45e-6, 20e-6])
-    assert overlap_of(events()) is None
+    np.testing.assert_allclose([found.span, found.parts["products"], found.parts["others"]], [100e-6, 70e-6, 10e-6])
+    np.testing.assert_allclose(found.computing_of_devices, [50e-6, 100e-6])
+    assert "0.06 ms, 1 x, ncclDevKernel_SendRecv exposed 0.03" in describe_kernels(kernels).splitlines()
+    assert overlap_of(kernels_of(events())) is None
 
 
 def test_differences_are_those_of_the_worst_leaf_and_what_is_not_finite_is_counted():
@@ -186,7 +190,16 @@ def test_the_report_holds_ratios_gradients_and_what_was_not_done():
 
     same = {"norm": 0.01, "largest": 1e-5, "leaf": "decoder.head", "num_nonfinite": 0}
     broken = same | {"norm": float("inf"), "num_nonfinite": 7}
-    traced = {"traced": {"exchanging": 0.2, "hidden_share": 0.75}, "scheduled": {"hidden_share": 0.5}}
+    traced = {
+        "traced": {
+            "exchanging": 0.2,
+            "hidden_share": 0.75,
+            "span": 1.4,
+            "computing_of_devices": [1.1, 1.3],
+            "parts": {"products": 0.9},
+        },
+        "scheduled": {"hidden_share": 0.5},
+    }
     mesh = {"loss_difference": 1e-7, **same}
     outcomes = [
         Outcome(status="done", **values)
@@ -226,7 +239,18 @@ def test_the_report_holds_ratios_gradients_and_what_was_not_done():
     console = Console(width=200, record=True, file=io.StringIO())
     print_report(outcomes, console)
     text = console.export_text()
-    for part in ("84.0%", "75%", "50%", "NV18", "360 GB/s", "[no] memory", "1 failed b", "misses", "a leaf's scale"):
+    for part in (
+        "84.0%",
+        "75%",
+        "50%",
+        "products 900.0",
+        "NV18",
+        "360 GB/s",
+        "[no] memory",
+        "1 failed b",
+        "misses",
+        "a leaf's scale",
+    ):
         assert part in text, part
 
 
