@@ -41,6 +41,7 @@ from mmjax.planner.stages import with_stages
 
 # Ctrl-C before the first step, or a second one after it; the first one saves and ends with errors.EXIT_INTERRUPTED.
 EXIT_STOPPED_AT_ONCE = 130
+_STOPPED_AT_ONCE = "stopped at once; the same command goes on from the latest checkpoint, if any"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        print("stopped at once; the same command goes on from the latest checkpoint, if any", file=sys.stderr)
+        print(_STOPPED_AT_ONCE, file=sys.stderr)
         return EXIT_STOPPED_AT_ONCE
 
 
@@ -197,6 +198,9 @@ def train(command: Command) -> int:
     except MmjaxError as error:
         _print_error(error)
         processes.leave_at_once(error.exit_code)
+    except KeyboardInterrupt:
+        print(_STOPPED_AT_ONCE, file=sys.stderr)
+        processes.leave_at_once(EXIT_STOPPED_AT_ONCE)
     except BaseException:
         traceback.print_exc()
         processes.leave_at_once(1)

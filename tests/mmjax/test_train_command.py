@@ -10,6 +10,8 @@ import pytest
 
 from mmjax import train
 from mmjax.config import MeshConfig, RunConfig, saved, to_yaml
+from mmjax.parallel import processes
+from mmjax.parallel.launch import Placement
 from mmjax.presets.kimi_k3 import kimi_k3
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +123,21 @@ def test_ctrl_c_before_training_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(train, "train", interrupt)
     assert train.main([]) == train.EXIT_STOPPED_AT_ONCE
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_ctrl_c_in_one_of_several_processes_is_one_line_too(monkeypatch, capsys):
+    def stopped(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    placement = Placement(coordinator="here:1", num_processes=2, process_index=1, local_devices=None, origins={})
+    monkeypatch.setattr(train, "resolve", lambda *_: placement)
+    monkeypatch.setattr(train, "_train", stopped)
+    monkeypatch.setattr(processes, "start", lambda *_: None)
+    monkeypatch.setattr(processes, "leave_at_once", sys.exit)
+    with pytest.raises(SystemExit) as left:
+        train.main([])
+    error = capsys.readouterr().err
+    assert left.value.code == train.EXIT_STOPPED_AT_ONCE and "stopped at once" in error and "Traceback" not in error
 
 
 def test_the_plan_of_a_mesh_needs_none_of_its_devices(capsys):
