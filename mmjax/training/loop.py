@@ -92,7 +92,7 @@ def run(config: RunConfig, mesh: Mesh, *, is_evaluation_only: bool = False) -> i
             monitor.table("adapters", adapted(config))
         monitor.table("data", {name.replace("_", " "): f"{value:,.6g}" for name, value in loader.counters().items()})
         monitor.table("estimate", dict(dry_run.estimate(config, abstract).rows()))
-        held_out = HeldOut(evaluator, run_dir, monitor)
+        held_out = HeldOut(evaluator, run_dir, monitor, first_step=progress.steps)
         saver = Saver(config, checkpoints, loader, progress)
         guard = GradientGuard(
             config.training.max_nonfinite_steps, tuple(abstract.parameters), int(state.nonfinite_steps)
@@ -417,9 +417,14 @@ def open_evaluator(config: RunConfig, mesh: Mesh) -> Evaluator | None:
 class HeldOut:
     """Evaluation of a run on its held-out samples, if it has any."""
 
-    def __init__(self, evaluator: Evaluator | None, run_dir: Path, monitor: RunMonitor):
+    def __init__(self, evaluator: Evaluator | None, run_dir: Path, monitor: RunMonitor, *, first_step: int):
+        """`first_step` is the number of steps done: what the file says of later ones does not count.
+
+        The first process drops that from the file, and another may read it before: all must know the same best score.
+        """
         self._evaluator, self._monitor = evaluator, monitor
-        self.scores = {record["step"]: record["exact_match"] for record in read_lines(run_dir / EVALUATIONS)}
+        records = read_lines(run_dir / EVALUATIONS)
+        self.scores = {record["step"]: record["exact_match"] for record in records if record["step"] <= first_step}
         self.result: EvaluationResult | None = None
 
     def evaluate(self, step: int, state: TrainState) -> bool:

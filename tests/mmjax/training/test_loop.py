@@ -22,7 +22,7 @@ from mmjax.checkpoint.store import Store
 from mmjax.config import CheckpointConfig, DataConfig, MeshConfig, RunConfig, TrainingConfig
 from mmjax.data.evaluation import EvaluationAnswer
 from mmjax.errors import EXIT_INTERRUPTED, CheckpointError, ConfigurationError, DataError, NonFiniteError
-from mmjax.monitor.metrics import read_lines
+from mmjax.monitor.metrics import RunMonitor, read_lines
 from mmjax.parallel.mesh import make_mesh
 from mmjax.training import loop
 from mmjax.training.compiled_step import abstract_batch
@@ -234,6 +234,13 @@ def test_a_run_can_be_evaluated_before_its_first_step_and_after_any(tmp_path: Pa
     monkeypatch.setattr(loop, "open_evaluator", lambda *_: None)
     with pytest.raises(ConfigurationError, match="eval_source"):
         evaluate()
+
+
+def test_scores_that_a_crashed_start_left_of_later_steps_count_in_no_process(tmp_path: Path) -> None:
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 4, "exact_match": 0.5}\n{"step": 8, "exact_match": 1.0}\n')
+    # Of several processes the first alone drops them from the file.
+    with RunMonitor(tmp_path, first_step=6, num_steps=9, is_silent=True) as monitor:
+        assert loop.HeldOut(None, tmp_path, monitor, first_step=6).scores == {4: 0.5}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
