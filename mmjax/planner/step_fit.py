@@ -1,7 +1,8 @@
 """Rates that readings of kernels and whole steps give, with the error left, and each step predicted from the others."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +30,12 @@ class StepError:
     published: float
     """From the rates before the fit of steps."""
     fitted: float
-    from_others: float
-    """From a fit of all other steps; as published where there is no other."""
+    predict_from_others: Callable[[], float]
+
+    @functools.cached_property
+    def from_others(self) -> float:
+        """From a fit of all other steps, made when it is first asked for; as published where there is no other."""
+        return self.predict_from_others()
 
     @property
     def error_from_others(self) -> float:
@@ -81,13 +86,17 @@ def fit_readings(readings: Readings, base: Rates | None = None) -> StepFit:
     steps = [_Step(step) for step in readings.steps]
     factors = _fit(steps, rates)
     fitted = scaled(rates, *factors)
+
+    def from_others(step: _Step) -> float:
+        return step.predict(scaled(rates, *_fit([other for other in steps if other is not step], rates)))
+
     errors = tuple(
         StepError(
             name=step.reading.name,
             seconds=step.reading.seconds,
             published=step.predict(rates),
             fitted=step.predict(fitted),
-            from_others=step.predict(scaled(rates, *_fit([other for other in steps if other is not step], rates))),
+            predict_from_others=functools.partial(from_others, step),
         )
         for step in steps
     )

@@ -7,6 +7,7 @@ import pytest
 
 from mmjax.config import RunConfig, flatten, settings_with
 from mmjax.errors import ConfigurationError
+from mmjax.planner import step_fit
 from mmjax.planner.compute_time import PEER_SHARES, Rates
 from mmjax.planner.readings import KernelReading, Readings, StepReading, load
 from mmjax.planner.step_fit import fit_readings, kernel_shares, scaled
@@ -39,6 +40,14 @@ def test_known_factors_come_back_with_their_error():
     assert fit.worst_error < 0.005
     assert all(abs(step.published / step.seconds - 1) > 0.15 for step in fit.steps)
     assert "4 steps: products x 1.4" in fit.describe() and "error 0." in fit.describe()
+
+
+def test_a_step_is_predicted_from_the_others_only_when_somebody_asks(monkeypatch):
+    numbers = []
+    monkeypatch.setattr(step_fit, "_fit", lambda steps, _: numbers.append(len(steps)) or (1.0, 1.0, 1.0))
+    fit = fit_readings(Readings(hardware="H200", versions={}, steps=tuple(synthetic(Rates())[:3])))
+    assert "3 steps" in fit.describe() and numbers == [3]
+    assert fit.steps[1].error_from_others == fit.steps[1].error_from_others == pytest.approx(0) and numbers == [3, 2]
 
 
 def test_what_readings_do_not_tell_stays_as_it_is():
