@@ -12,11 +12,21 @@ from flax import nnx
 
 from mmjax.config import AudioConfig
 from mmjax.models.encoder import EncoderLayer
-from mmjax.models.layers import LayerNorm, add_bias, normal, parameter, project, use, zeros
+from mmjax.models.layers import LayerNorm, add_bias, at_least_float32, normal, parameter, project, use, zeros
 from mmjax.models.stack import scan_stack, stacked
 
 # Taps of both convolutions, which pad one frame of zeros at either end.
 TAPS = 3
+
+
+def _sines_and_cosines(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """[values, width]: sin, then cos, of position * 10000^(-i / (width / 2 - 1)), i < width / 2. Nothing is drawn."""
+    length, width = shape
+    half = (width + 1) // 2
+    wide = at_least_float32(dtype)
+    frequencies = 10000.0 ** (-jnp.arange(half, dtype=wide) / max(1, half - 1))
+    angles = jnp.arange(length, dtype=wide)[:, None] * frequencies[None, :]
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)[:, :width].astype(dtype)
 
 
 class AudioTower(nnx.Module):
@@ -29,8 +39,8 @@ class AudioTower(nnx.Module):
         self.first_bias = zeros((width,), (None,), dtype)
         self.second_convolution = parameter(initializer, (TAPS * width, width), ("model_weight", None), dtype)
         self.second_bias = zeros((width,), (None,), dtype)
-        # Fixed sines and cosines, which a release holds all the same.
-        self.sinusoids = parameter(normal(1.0), (audio.clip_values, width), (None, "model_weight"), dtype)
+        # Fixed, but a release holds them all the same.
+        self.sinusoids = parameter(_sines_and_cosines, (audio.clip_values, width), (None, "model_weight"), dtype)
         self.layers = stacked(EncoderLayer(audio, initializer, dtype, has_key_bias=False), audio.num_layers)
         self.final_norm = LayerNorm(width, audio.norm_epsilon, dtype)
 

@@ -102,6 +102,15 @@ def test_the_tower_equals_whispers_encoder_and_its_tensors_come_back(whisper, on
         assert np.abs(gradient - known).max() <= 1e-10, tensor.name
 
 
+def test_a_tower_without_released_weights_starts_with_whispers_sines_and_cosines(whisper):
+    _, config, _ = whisper
+    expected = transformers.models.whisper.modeling_whisper.sinusoids(10, 16)
+    with jax.enable_x64(True):
+        variables = {"audio.sinusoids": define(model_of(config)).parameters["audio.sinusoids"]}
+        [drawn] = initial_arrays(variables, jax.random.key(0)).values()
+    np.testing.assert_allclose(drawn, expected, rtol=0, atol=1e-6)
+
+
 def test_a_sound_changes_what_comes_after_its_features_in_its_document_only(whisper, one_device):
     _, config, tensors = whisper
     model = dataclasses.replace(model_of(config), parameter_dtype="float32", compute_dtype="float32")
