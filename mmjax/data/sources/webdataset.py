@@ -57,7 +57,8 @@ class WebDataset:
             # A WAV may be named as a signal.
             if record.get("signals") or record.get("signal"):
                 media["audio"] = []
-            unnamed = {key: found for key, found in media.items() if not record.get(f"{key}s") and not record.get(key)}
+            named = _named_in_parts(record) | {key for key in media if record.get(f"{key}s") or record.get(key)}
+            unnamed = {key: found for key, found in media.items() if key not in named}
             record |= {f"{key}s": found for key, found in unnamed.items() if found}
         return RecordReader(
             where,
@@ -158,3 +159,14 @@ class WebDataset:
 
     def _refusal(self, where: str, found: str, remedy: str) -> DataError:
         return DataError(f"{self._file.path}{where}", found=found, expected="a tar of samples", remedy=remedy)
+
+
+def _named_in_parts(record: dict[str, Any]) -> set[str]:
+    """The kinds of media of which a part of a message names one."""
+    messages = record.get("messages")
+    contents = (
+        [turn.get("content") for turn in messages if isinstance(turn, dict)] if isinstance(messages, list) else []
+    )
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    is_named = lambda part: sum(value is not None for value in part.values()) > 1  # noqa: E731
+    return {str(part.get("type")).removesuffix("_url") for part in parts if is_named(part)}

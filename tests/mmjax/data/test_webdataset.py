@@ -26,7 +26,7 @@ def png(colour: int = 0) -> bytes:
     return stream.getvalue()
 
 
-def question(text: str, **more) -> bytes:
+def question(text: str | list, **more) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": text}, ANSWER], **more}).encode()
 
 
@@ -73,6 +73,15 @@ def test_a_record_names_its_pictures_by_ending_or_whole(tmp_path):
         file = open_tar(write(tmp_path / "b.tar", [("x.json", question("<image>", images=[path])), ("x.0.png", png())]))
         with pytest.raises(DataError, match="sample 'x': found no member for the picture"):
             file[0]
+
+
+def test_a_record_names_its_pictures_in_the_parts_of_a_message(tmp_path):
+    named = [{"type": "image", "image": "1.png"}, {"type": "image_url", "image_url": {"url": "x.0.png"}}]
+    for parts, colours in ((named, [2, 1]), ([{"type": "image", "path": None}] * 2, [1, 2])):
+        record = question([*parts, {"type": "text", "text": "?"}])
+        members = [("x.json", record), ("x.0.png", png(1)), ("x.1.png", png(2))]
+        sample = open_tar(write(tmp_path / "a.tar", members))[0]
+        assert [images.read_pixels(p, max_pixels=100, channels=1)[0, 0, 0] for p in sample.pictures] == colours
 
 
 def member(name: str, **fields) -> tarfile.TarInfo:
