@@ -147,14 +147,18 @@ def read_command(arguments: Sequence[str]) -> Command:
 
 # Settings of a model that are a matter of the run: how it is computed and trained, not what it is.
 _OF_A_RUN = (
-    *("remat", "remat_keep", "remat_offload", "loss_chunk_tokens", "layer_loops"),
+    *("compute_dtype", "remat", "remat_keep", "remat_offload", "loss_chunk_tokens", "layer_loops"),
     *("linear_attention.chunk_tokens", "gated_delta_net.chunk_tokens"),
     *("full_attention.query_chunk_tokens", "grouped_attention.query_chunk_tokens"),
+    "full_attention.deterministic_gradients",
     *(
         f"moe.{name}"
         for name in ("transport", "node_devices", "exchange_chunks", "expert_axes", "capacity_factor", "overflow")
     ),
-    *("moe.router.balance_coefficient", "moe.router.z_coefficient"),
+    *(
+        f"moe.router.{name}"
+        for name in ("balance_coefficient", "balance_over", "z_coefficient", "sign_rate", "quantile_bins")
+    ),
 )
 _OF_AN_INDEXER = ("full_attention.indexer.stage", "full_attention.indexer.loss_coefficient")
 

@@ -43,13 +43,20 @@ def test_the_saved_settings_of_a_run_repeat_it():
 
 
 def test_what_an_experiment_says_of_the_run_outlives_the_weights_model():
-    described, released = train.find_experiment("k3_lora").model, kimi_k3()
+    described = train.find_experiment("k3_lora").model
+    # A converted checkpoint says what was released, not in which dtype to compute.
+    released = dataclasses.replace(kimi_k3(), compute_dtype="float32")
     model = train.with_run_settings(released, described)
     assert (model.layer_loops, model.moe.capacity_factor, model.full_attention.query_chunk_tokens) == (
         "whole",
         1.25,
         128,
     )
+    assert model.compute_dtype == "bfloat16"
+    router = dataclasses.replace(described.moe.router, balance_coefficient=0.1, balance_over="document", sign_rate=0.5)
+    balanced = dataclasses.replace(described, moe=dataclasses.replace(described.moe, router=router))
+    balanced = train.with_run_settings(released, balanced).moe.router
+    assert (balanced.balance_coefficient, balanced.balance_over, balanced.sign_rate) == (0.1, "document", 0.5)
     # What the model is stays the checkpoint's: how experts are stored, and an indexer that it does not have.
     assert (model.moe.expert_storage, model.full_attention.indexer.stage) == (released.moe.expert_storage, "none")
     assert train.with_run_settings(described, described) == described
