@@ -180,8 +180,9 @@ class LatentMoe(nnx.Module):
             latent = project("td,dr->tr", tokens, self.latent_down)
         wide = at_least_float32(tokens.dtype)
         exchanged = self._apply_experts(tokens, latent, jnp.where(is_real[:, None], index, -1), weight.astype(wide))
-        # Each device of the tensor axis holds a share of the experts' hidden width.
-        mixed, shared = checkpoint_name(lax.psum(exchanged.mixed, TENSOR), "experts"), None
+        # Each device of the tensor axis holds a share of the experts' hidden width. Sums are wide, what is given out,
+        # and kept if asked for, is as wide as a row.
+        mixed, shared = checkpoint_name(lax.psum(exchanged.mixed, TENSOR).astype(tokens.dtype), "experts"), None
         if exchanged.meanwhile is not None:
             shared = self.shared.output(exchanged.meanwhile)
             if moe.shared_gate == "sigmoid":
@@ -191,7 +192,7 @@ class LatentMoe(nnx.Module):
                 mixed, shared = lax.optimization_barrier((mixed, shared))
         if moe.latent_width:
             if moe.latent_norm:
-                mixed = rms_norm(mixed, use(self.latent_norm, wide), self.model.norm_epsilon)
+                mixed = rms_norm(mixed.astype(wide), use(self.latent_norm, wide), self.model.norm_epsilon)
             result = project("tr,rd->td", mixed.astype(tokens.dtype), self.latent_up)
         else:
             result = mixed.astype(tokens.dtype)

@@ -148,10 +148,18 @@ class StageLayers:
         return records, KeptStage(kept, running_sum, sums)
 
     def replay(
-        self, decoder: Decoder, stage: jax.Array, running_sum: jax.Array, sums: Sums, places: tuple, kept: KeptStage
+        self,
+        decoder: Decoder,
+        stage: jax.Array,
+        running_sum: jax.Array,
+        sums: Sums,
+        places: tuple,
+        kept: KeptStage,
+        wants_weights: bool,
     ) -> tuple[jax.Array, Sums, tuple[LayerRecord, ...]]:
         """What `forward`, traced before, gave with these arguments and kept, so that it has gradients; records are
-        zeros. The gradients are those of the layers written one after the other."""
+        zeros. The gradients are those of the layers written one after the other, without `wants_weights` of no array
+        of the decoder: the loop would make them whether or not anything uses them."""
         trained, others, _ = self._split(decoder)
 
         @jax.custom_vjp
@@ -161,10 +169,10 @@ class StageLayers:
         def keep(trained: tuple, others: tuple, running_sum: jax.Array, sums: Sums, shared: tuple, kept: KeptStage):
             return run(trained, others, running_sum, sums, shared, kept), (trained, others, shared, kept)
 
-        run.defvjp(keep, self._backward)
+        run.defvjp(keep, functools.partial(self._backward, wants_weights))
         return run(trained, others, running_sum, sums, (self._turns(stage), places), kept)
 
-    def _backward(self, saved: tuple, gradients: tuple) -> tuple:
+    def _backward(self, wants_weights: bool, saved: tuple, gradients: tuple) -> tuple:
         trained, others, (turns, places), kept = saved
         of_running, of_sums, of_records = gradients
         of_records = tuple(map(_real, of_records))
@@ -182,14 +190,16 @@ class StageLayers:
                     found = self._pullbacks[kind].call(known, _at(kept, turn.place), of_layer)
                     of_weights, of_running, of_mixed = found
                     of_sums = jax.tree.map(jnp.add, of_sums, of_mixed)
-                    return of_running, of_sums, _put(of_stack, of_weights, turn.slot)
+                    return of_running, of_sums, _put(of_stack, of_weights, turn.slot) if wants_weights else None
 
                 held = turn, kept.sums, places, kept.layers[kind], of_records[kind]
                 state = of_running, of_sums, of_trained[kind]
                 of_running, of_sums, of_trained[kind] = self._once(turn, kind, one, state, held)
             return (self._end(of_running, of_sums, turn), of_sums, of_trained), None
 
-        nothing = jax.tree.map(lambda leaf: varying_like(jnp.zeros_like(leaf), leaf), list(trained))
+        nothing = [None] * len(trained)
+        if wants_weights:
+            nothing = jax.tree.map(lambda leaf: varying_like(jnp.zeros_like(leaf), leaf), list(trained))
         state = of_running, of_sums, nothing
         (of_running, of_sums, of_trained), _ = lax.scan(one_turn, state, turns, reverse=True)
         return tuple(of_trained), None, of_running, of_sums, None, None

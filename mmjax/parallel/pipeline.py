@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from mmjax.axes import PIPE
-from mmjax.parallel.conditions import run_once
+from mmjax.parallel.conditions import run_once, together
 from mmjax.parallel.fsdp import varying_like
 from mmjax.parallel.pipeline_schedule import Kind, Operation, Schedule
 
@@ -123,6 +124,9 @@ def run_schedule(
         for number in sorted(set(in_turn.flatten().tolist()) - {-1}):
             share = int((in_turn == number).sum()), in_turn.size
             state = run_once(tick["operation"] == number, _of_state(operations[number]), state, work, share)
+        if arriving:
+            # Else XLA lets what travels arrive before the operation that hides it.
+            state, arriving = together((state, arriving))
         totals, *results = state
         arriving_input, arriving_cotangent = arriving or travel(kinds[turn], *results)
         if arriving_input is not None:
@@ -168,10 +172,12 @@ def _pairs(schedule: Schedule, number: int, is_needed: Callable[[int, int], bool
 
 
 def _exchange(arrays: Message, pairs: list[list[tuple[int, int]]], as_one: bool) -> Message:
-    if as_one and len(arrays) > 1:
-        # The running sum crosses every border.
-        return tuple(lax.ppermute(jnp.stack(arrays), PIPE, pairs[0]))
-    return tuple(lax.ppermute(leaf, PIPE, p) if p else leaf for leaf, p in zip(arrays, pairs, strict=True))
+    # Else XLA counts a message among what an operation exchanges, and starts none beside one that exchanges anything.
+    with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
+        if as_one and len(arrays) > 1:
+            # The running sum crosses every border.
+            return tuple(lax.ppermute(jnp.stack(arrays), PIPE, pairs[0]))
+        return tuple(lax.ppermute(leaf, PIPE, p) if p else leaf for leaf, p in zip(arrays, pairs, strict=True))
 
 
 def _alike(operate: Operate, totals: Any, message: Message) -> Operate:

@@ -46,8 +46,8 @@ def kept_results(config: RunConfig, cluster: Cluster, rates: Rates | None = None
         width = sum(_widths(model, mixer, mlp, tensor)[name] for mixer, mlp in layer_kinds(model))
         peak = cluster.gpu.flops_per_second * tensor
         seconds = sum(flops.get(part, 0.0) * share_again(model, part) / (rates.shares[part] * peak) for part in parts)
-        item = flight.wide if name == "experts" else flight.compute
-        results.append(KeptResult(name=name, num_bytes=flight.tokens * width * item, seconds=flight.tokens * seconds))
+        num_bytes = flight.tokens * width * flight.compute
+        results.append(KeptResult(name=name, num_bytes=num_bytes, seconds=flight.tokens * seconds))
     return results
 
 

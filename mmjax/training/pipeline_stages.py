@@ -171,8 +171,11 @@ class Stages:
             share += token_share(model, hidden, rows, counts)
         return output, make_varying(share, WORK_AXES), report, ()
 
-    def run_again(self, kept: Any, *arguments: Any) -> tuple[Message, jax.Array, StepReport | None, Any]:
-        """The same for the backward pass, from what the forward pass kept."""
+    def run_again(
+        self, kept: Any, wants_weights: bool, *arguments: Any
+    ) -> tuple[Message, jax.Array, StepReport | None, Any]:
+        """The same for a backward pass, from what the forward pass kept. Without `wants_weights` trained arrays have no
+        gradients."""
         return self.run_micro_batch(*arguments)
 
     def counts_backward(self, program: int) -> bool:
@@ -281,6 +284,7 @@ class UniformStages(Stages):
     def run_again(
         self,
         kept: Any,
+        wants_weights: bool,
         program: int,
         assemble: Assemble,
         arrays: tuple[Arrays, Arrays],
@@ -291,23 +295,27 @@ class UniformStages(Stages):
     ) -> tuple[Message, jax.Array, StepReport | None, Any]:
         """Head and loss of the last stage run here alone; the share is theirs."""
         model = assemble({}, {})
-        running_sum, sums = self._begin(assemble, arrays, work, rows, first, is_again=True)
+        trained, frozen = arrays
+        differentiated, held = (trained, {}) if wants_weights else ({}, trained)
+        running_sum, sums = self._begin(assemble, (differentiated, frozen), work, rows, first, is_again=True)
         places = rows.segment_ids, model.positions(rows)
         running_sum, sums, records = self.stage_layers.replay(
-            model.decoder, work.stage, running_sum, sums, places, kept
+            model.decoder, work.stage, running_sum, sums, places, kept, wants_weights
         )
         # Of records that hold zeros; it has their gradients.
         share = auxiliary_share(self.model, self._report_of_kinds(work.stage, records), counts)
         share = make_varying(share, WORK_AXES)
 
         def finish(trained: tuple, others: tuple) -> jax.Array:
-            (weights, running_sum, sums), (frozen, rows, counts) = trained, others
-            whole = assemble(weights, frozen)
+            (weights, running_sum, sums), (held, frozen, rows, counts) = trained, others
+            whole = assemble(weights | held, frozen)
             hidden = whole.decoder.finish(running_sum, sums)
             return make_varying(token_share(whole, hidden, rows, counts), WORK_AXES)
 
-        weights, frozen = ({p: a for p, a in group.items() if self._is_behind(p)} for group in arrays)
-        others, nothing = (frozen, rows, counts), varying_like(jnp.zeros_like(share), share)
+        weights, held, frozen = (
+            {p: a for p, a in group.items() if self._is_behind(p)} for group in (differentiated, held, frozen)
+        )
+        others, nothing = (held, frozen, rows, counts), varying_like(jnp.zeros_like(share), share)
         trained = weights, running_sum, sums
         share += run_where(work.stage == self.last, finish, trained, others, nothing, (1, self.last + 1))
         return (running_sum, *sums)[: len(work.input)], share, None, ()

@@ -88,19 +88,21 @@ def pipeline_gradient(
     is_replaced = embed_backward is not None and not is_split
 
     def run_stage(
-        number: int, is_again: bool, used: Arrays, first: Any, work: Work, kept: Any
+        number: int, pass_kind: Kind, used: Arrays, first: Any, work: Work, kept: Any
     ) -> tuple[tuple[Message, jax.Array], tuple[StepReport | None, Any]]:
         """((what goes to the next stage, the share of the loss), (report, what is kept)) of one micro-batch.
 
-        `first` is what the first stage starts from, where it does not make that itself. `is_again`: for the backward
-        pass, from what was `kept`.
+        `first` is what the first stage starts from, where it does not make that itself. Backward passes run it once
+        more, from what was `kept`, for those gradients that are wanted.
         """
 
         def assemble(trained: Mapping[str, jax.Array], others: Mapping[str, jax.Array]) -> MultimodalModel:
             return definition.assemble(varying | used | dict(trained), router_biases, frozen | dict(others))
 
         rows = _pick(micro_batches, work.micro_batch)
-        run = functools.partial(stages.run_again, kept) if is_again else stages.run_micro_batch
+        has_gradients = pass_kind is Kind.WEIGHT or not is_split
+        again = functools.partial(stages.run_again, kept, has_gradients)
+        run = stages.run_micro_batch if pass_kind is Kind.FORWARD else again
         output, share, report, kept = run(number, assemble, (used, frozen), work, rows, first, counts)
         return (output, share), (jax.tree.map(lax.stop_gradient, report), kept)
 
@@ -116,7 +118,7 @@ def pipeline_gradient(
 
     def forward(number: int, totals: _Totals, work: Work) -> tuple[_Totals, Message, Message]:
         first = first_of(number, totals.of_embedded, work)
-        (output, share), (report, kept) = run_jitted(number, False)(used_by(number), first, work, ())
+        (output, share), (report, kept) = run_jitted(number, Kind.FORWARD)(used_by(number), first, work, ())
         totals = totals.with_found(share, report)
         return totals._replace(kept=_put(totals.kept, kept, work.kept)), output, ()
 
@@ -137,7 +139,7 @@ def pipeline_gradient(
             message, start = inputs
             start = first if start is None else start
             again = work._replace(input=message or work.input)
-            return run_jitted(number, True)(used_by(number) | used, start, again, kept)
+            return run_jitted(number, kind)(used_by(number) | used, start, again, kept)
 
         (output, share), pullback, (report, _) = jax.vjp(objective, used, inputs, has_aux=True)
         one = varying_like(jnp.ones_like(share), share)
@@ -177,7 +179,7 @@ def pipeline_gradient(
     of_embedded = trained if is_replaced else jax.tree.map(zeros_like, trained)
 
     def results_of(number: int, work: Work) -> tuple[StepReport | None, Any]:
-        return run_jitted(number, False)(used_by(number), first_of(number, of_embedded, work), work, ())[1]
+        return run_jitted(number, Kind.FORWARD)(used_by(number), first_of(number, of_embedded, work), work, ())[1]
 
     report, kept = stages.empty_results(results_of, message)
     # What runs before the loop alone gets its gradients after it.

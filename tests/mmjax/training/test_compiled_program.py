@@ -6,6 +6,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmjax.config import MeshConfig
+from mmjax.parallel.conditions import run_once
 from mmjax.parallel.mesh import make_mesh
 from mmjax.planner.topology import read_cluster
 from mmjax.training.compiled_program import collective_of, read_program
@@ -207,3 +208,20 @@ def test_a_condition_counts_as_often_as_its_name_says():
     assert count in SCHEDULED
     for text, expected in ((SCHEDULED, 2), (SCHEDULED.replace(count, f"{count}, {name}"), 0.75)):
         assert [times for body, times, _ in read_program(text).runs() if body.name == "body"] == [expected]
+
+
+def test_a_compiled_condition_keeps_the_name_that_says_how_often_it_runs():
+    def add_under_condition(total: jax.Array, number: jax.Array):
+        product = jnp.full((8, 8), 0.5)
+        return run_once(
+            number % 3 == 0, lambda old, new: (old @ product) * new, total, number.astype(jnp.float32), (2, 6)
+        ), None
+
+    @jax.jit
+    def add_up(start: jax.Array):
+        return lax.scan(add_under_condition, start, jnp.arange(6))[0]
+
+    program = read_program(add_up.lower(jnp.ones((8, 8))).compile().as_text())
+    # Two products of 8 x 8 matrices, in a loop of six turns.
+    assert program.flops() == 2 * 2 * 8**3
+    assert {instruction.runs for c, *_ in program.runs() for instruction in c.instructions} == {1, 2 / 6, 6}

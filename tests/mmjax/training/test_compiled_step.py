@@ -149,8 +149,11 @@ def test_what_is_kept_on_the_host_leaves_the_device():
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize(("transfer", "is_hidden"), [("hidden", True), ("direct", False)])
-def test_what_a_pipelines_stages_hand_on_travels_while_they_compute(transfer, is_hidden):
+@pytest.mark.parametrize(
+    ("transfer", "fsdp", "is_hidden"), [("hidden", 1, True), ("direct", 1, False), ("hidden", 2, True)]
+)
+def test_what_a_pipelines_stages_hand_on_travels_while_they_compute(transfer, fsdp, is_hidden):
+    """Also where they gather weights meanwhile, as one program of all stages."""
     model = ModelConfig(
         width=1024,
         num_layers=4,
@@ -161,14 +164,15 @@ def test_what_a_pipelines_stages_hand_on_travels_while_they_compute(transfer, is
         vision=VisionConfig(num_layers=0),
         compute_dtype="bfloat16",
         pipeline_stages=(2, 2),
+        layer_loops="whole" if fsdp > 1 else "blocks",
     )
     config = RunConfig(
         model=model,
-        mesh=MeshConfig(pipe=2),
-        data=DataConfig(rows=4, row_tokens=2048),
+        mesh=MeshConfig(pipe=2, fsdp=fsdp),
+        data=DataConfig(rows=4 * fsdp, row_tokens=2048),
         training=TrainingConfig(accumulation=4, pipeline_transfer=transfer),
     )
-    compiled = compile_step(config, read_cluster("1x2xh200"))
+    compiled = compile_step(config, read_cluster("1x8xh200"))
     (sent,) = [exchange for exchange in compiled.exchanges if exchange.kind == "collective-permute"]
     assert sent.mesh_axes == ("pipe",)
     assert (sent.hidden_bytes > 0.9 * sent.num_bytes) == is_hidden

@@ -29,6 +29,7 @@ from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.pipeline_work import schedule_of
 from mmjax.planner.topology import read_cluster
 from mmjax.training.compiled_program import read_program
+from mmjax.training.compiled_step import abstract_batch
 from mmjax.training.evaluation import make_predict
 from mmjax.training.exchanges import ExchangeReader
 from mmjax.training.step import abstract_state, init_state, make_update, make_value_and_gradient, place_batch
@@ -455,6 +456,35 @@ def test_memory_falls_as_the_pipe_axis_grows_and_each_tick_sends_once(batches):
     with jax.enable_x64(True):
         (arguments, temporaries), (fewer, less) = memory(2), memory(8)
     assert fewer < 0.4 * arguments and less < 0.6 * temporaries
+
+
+def test_gradients_of_weights_split_off_leave_their_products_to_their_own_pass():
+    """As one program of all stages: in passes forward, backward to the input, and backward to the weights."""
+    config = staged(
+        run_config(dataclasses.replace(PLAIN, width=64, moe=dataclasses.replace(PLAIN.moe, dense_width=256))),
+        (4, 4),
+        MeshConfig(pipe=2),
+        accumulation=4,
+        pipeline_schedule="split_backward",
+        layer_loops="whole",
+        remat="layer",
+    )
+    with jax.enable_x64(True):
+        mesh = make_mesh(config.mesh)
+        state, batch = abstract_state(config, mesh), abstract_batch(config, mesh)
+        step = jax.jit(make_value_and_gradient(config, mesh))
+        text = step.lower(state.parameters, state.router_biases, batch, state.frozen).compile().as_text()
+    program = read_program(text)
+    (ticks,) = [c for c, *_ in program.runs() if any(i.opcode.startswith("collective-permute") for i in c.instructions)]
+
+    def flops(name: str) -> float:
+        body = program.computations[name]
+        loops = (i.runs * flops(i.attribute("body")) for i in body.instructions if i.opcode == "while")
+        return sum(loops) + sum(program.instruction_flops(body, instruction) for instruction in body.instructions)
+
+    forward, to_input, to_weights = (flops(i.attribute("body")) for i in ticks.instructions if i.opcode == "while")
+    # Each rematerialises its layers; the share of the first and the last stage, embedding and head, is small.
+    assert 1.6 < to_input / forward < 2.1 and 2.5 < to_weights / forward < 3.1
 
 
 def test_sums_of_residual_blocks_travel_only_where_they_are_needed(batches):

@@ -4,8 +4,10 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from mmjax import train
 from mmjax.config import (
@@ -22,7 +24,7 @@ from mmjax.config import (
 from mmjax.monitor.metrics import read_lines
 from mmjax.parallel.mesh import make_mesh
 from mmjax.training.compiled_step import abstract_batch
-from mmjax.training.step import init_state, make_value_and_gradient, place_batch
+from mmjax.training.step import abstract_state, init_state, make_value_and_gradient, place_batch
 
 MODEL = ModelConfig(
     width=16,
@@ -86,6 +88,31 @@ def test_loss_and_gradients_do_not_depend_on_what_is_kept(changes, expected):
         np.testing.assert_allclose(
             np.asarray(gradients[path]), np.asarray(leaf), rtol=0, atol=1e-11 * scale, err_msg=path
         )
+
+
+def test_experts_results_are_kept_as_wide_as_activations_and_change_no_more_than_rounding():
+    narrow = {"parameter_dtype": "float32", "compute_dtype": "bfloat16", "remat": "layer"}
+    loss, gradients = gradient(**narrow)
+    kept_loss, kept_gradients = gradient(**narrow, remat_keep=("experts",))
+    np.testing.assert_allclose(kept_loss, loss, rtol=1e-3)
+    for path, leaf in gradients.items():
+        scale = float(np.abs(np.asarray(leaf)).max()) or 1.0
+        np.testing.assert_allclose(kept_gradients[path], leaf, rtol=0, atol=2e-2 * scale, err_msg=path)
+
+    config = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, **narrow))
+    mesh = make_mesh(config.mesh)
+    state, batch = abstract_state(config, mesh), abstract_batch(config, mesh)
+    traced = jax.make_jaxpr(make_value_and_gradient(config, mesh))(state.parameters, state.router_biases, batch)
+    named = [e for e in equations(traced.jaxpr) if e.params.get("name") == "experts"]
+    assert named and all(equation.outvars[0].aval.dtype == jnp.bfloat16 for equation in named)
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those inside others too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
 RUN_SETTINGS = """
