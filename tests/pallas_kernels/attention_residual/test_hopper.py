@@ -1,0 +1,141 @@
+"""The Hopper kernels of attention residuals against float64: simulated, compiled without a GPU, and on one."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import launcher
+from pallas_kernels.attention_residual import hopper, xla
+from pallas_kernels.attention_residual.api import attention_residual
+
+EPSILON = 1e-5
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+}
+platform_name: "CUDA" device_description_str: "NVIDIA H200"
+"""
+
+
+def draw(num_sources, shape, width, seed=0):
+    """(sources, norm's scale, query), cotangent. Sources of very different lengths."""
+    random = np.random.default_rng(seed)
+    lengths = random.uniform(0.01, 3, (num_sources, *shape, 1))
+    sources = tuple(
+        jnp.asarray(source, jnp.bfloat16) for source in random.normal(size=(num_sources, *shape, width)) * lengths
+    )
+    norm_scale, query = (jnp.asarray(random.normal(size=width), jnp.float32) for _ in range(2))
+    cotangent = jnp.asarray(random.normal(size=(*shape, width)), jnp.bfloat16)
+    return (sources, norm_scale, query * width**-0.5), cotangent
+
+
+def differentiated(mix, arrays, is_live, cotangent):
+    result, transpose = jax.vjp(lambda *arrays: mix(*arrays, is_live, EPSILON), *arrays)
+    return result, transpose(cotangent.astype(result.dtype))
+
+
+def worst_error(found, arrays, is_live, cotangent):
+    """Of the result and of every gradient, relative to float64."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda array: jnp.asarray(np.asarray(array, np.float64)), (arrays, cotangent))
+        want = jax.jit(partial(differentiated, xla.mix))(wide[0], is_live, wide[1])
+        want = [np.asarray(array) for array in jax.tree.leaves(want)]
+    worst = 0.0
+    for one, other in zip(jax.tree.leaves(found), want, strict=True):
+        one = np.asarray(one, np.float64)
+        assert one.shape == other.shape and np.isfinite(one).all()
+        if not other.any():
+            assert not one.any()
+            continue
+        worst = max(worst, np.linalg.norm(one - other) / np.linalg.norm(other))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("num_sources", "shape", "width", "is_live"),
+    [(3, (3,), 256, (True, False, True)), (2, (2, 2), 512, False)],
+)
+def test_simulated_kernels_are_near_float64_in_values_and_gradients(num_sources, shape, width, is_live):
+    arrays, cotangent = draw(num_sources, shape, width)
+    live = jnp.asarray(is_live)
+    with launcher.simulated():
+        found = differentiated(hopper.mix, arrays, live, cotangent)
+    assert worst_error(found, arrays, live, cotangent) < 1.5e-2
+    if is_live is False:
+        assert not np.any(found[1][0][-1].astype(jnp.float32))
+
+
+def test_what_the_kernels_cannot_take_is_said():
+    source = jnp.ones((3, 16), jnp.bfloat16)
+    with pytest.raises(ValueError, match="'pallas' of attention_residual needs a Hopper GPU"):
+        attention_residual((source,), jnp.ones(16), jnp.ones(16), epsilon=EPSILON, implementation="pallas")
+    with launcher.simulated():
+        assert hopper.reason_against((jnp.ones((3, 256)),)) == "needs bfloat16 sources, got float32"
+        assert "width that is a multiple of 256" in str(hopper.reason_against((source,)))
+        assert "at most 32 sources, got 33" in str(hopper.reason_against((jnp.ones((1, 256), jnp.bfloat16),) * 33))
+        assert "got 0" in str(hopper.reason_against((jnp.ones((0, 256), jnp.bfloat16),)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_forward_and_backward_compile_without_a_gpu_inside_shard_map():
+    pytest.importorskip("jax_cuda13_plugin")
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2").devices
+    from jax.sharding import AbstractDevice, AxisType, Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    abstract = mesh.abstract_mesh.update(abstract_device=device)
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    arrays, cotangent = jax.eval_shape(partial(draw, 9, (16, 4), 7168))
+    specs = ((rows,) * 9, whole, whole)
+
+    def step(arrays, cotangent):
+        return differentiated(hopper.mix, arrays, jnp.asarray(True), cotangent)
+
+    split = jax.shard_map(step, mesh=abstract, in_specs=(specs, rows), out_specs=(rows, specs))
+    arguments = jax.tree.map(
+        lambda array, spec: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec)),
+        (arrays, cotangent),
+        (specs, rows),
+    )
+    with jax.sharding.use_abstract_mesh(abstract):
+        compiled = jax.jit(split).lower(*arguments).compile()
+    text = compiled.as_text() or ""
+    assert "attention_residual_forward" in text and "attention_residual_backward" in text
+    # Gradients of what all devices share are summed over them.
+    assert "all-reduce" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_sources", "shape", "width", "is_live"),
+    [
+        (9, (2, 650), 7168, None),
+        (8, (300,), 4096, True),
+        (4, (500,), 2304, (True, False, True, True)),
+        (13, (70,), 8192, None),
+        (2, (5,), 512, False),
+        (1, (1,), 256, None),
+    ],
+)
+def test_on_a_gpu_they_are_near_float64_twice_alike(num_sources, shape, width, is_live):
+    arrays, cotangent = draw(num_sources, shape, width)
+    live = None if is_live is None else jnp.asarray(is_live)
+    run = jax.jit(partial(differentiated, hopper.mix))
+    found, again = (run(arrays, live, cotangent) for _ in range(2))
+    # A source as short as 0.01 magnifies the result's rounding in its own gradient.
+    assert worst_error(found, arrays, live, cotangent) < 1.5e-2
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
