@@ -309,8 +309,10 @@ def assert_exchanges_are_those_meant(program, mesh: MeshConfig, **settings) -> N
     assert found["collective-permute"].keys() == sent.keys() | ({exchanging} if exchanging and is_ring else set())
     assert sent.items() <= found["collective-permute"].items()
 
-    # Sums of data-parallel gradients and counts are taken once a step, whatever the number of layers.
-    assert sum(count for axes, count in found["all-reduce"].items() if "tensor" not in axes) <= 10
+    # Sums of data-parallel gradients and counts are taken once a step, whatever the number of layers. Apart from them
+    # devices that exchange agree on the number of rounds, in the forward pass and again.
+    rounds = 2 * num_moe if exchanging and not is_ring else 0
+    assert sum(count for axes, count in found["all-reduce"].items() if "tensor" not in axes) - rounds <= 9
     assert found.keys() <= {"reduce-scatter", "all-gather", "all-to-all", "collective-permute", "all-reduce"}
 
 
