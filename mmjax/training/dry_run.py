@@ -38,6 +38,8 @@ class Estimate:
     """Forward and backward of one text position; frozen weights get no gradient."""
     training_patch_flops: float
     """Of one image patch."""
+    training_clip_flops: float
+    """Of one clip of sound; 0 without a tower for them."""
     training_step_flops: float
     """Forward and backward of a full batch."""
     parameter_bytes: int
@@ -63,6 +65,7 @@ class Estimate:
                 if flops
             ),
             ("training FLOPs of a patch", format_flops(self.training_patch_flops)),
+            *([("training FLOPs of a clip", format_flops(clip))] if (clip := self.training_clip_flops) else []),
             ("training FLOPs of a step", format_flops(self.training_step_flops)),
             ("parameter bytes a device", format_bytes(self.parameter_bytes)),
             ("optimizer bytes a device", format_bytes(self.optimizer_bytes)),
@@ -86,6 +89,13 @@ def estimate(config: RunConfig, state: TrainState) -> Estimate:
     tuning = tuning_of(config)
     text = sum(cost.training_flops(config.model, config.data.row_tokens, tuning).values())
     pictures = cost.vision_training_flops(config.model, config.data.image_max_patches, tuning)
+    sounds = cost.audio_training_flops(config.model, tuning)
+    if config.trained:
+        # Backward passes end where nothing before is trained; a projector's own gradients are left out.
+        words = {path.split(".", 1)[0] for path in state.parameters}
+        pictures = pictures if "vision" in words else vision
+        sounds = sounds if "audio" in words else cost.audio_forward_flops(config.model)
+    of_row = text * config.data.row_tokens + pictures * config.data.row_patches + sounds * config.data.row_clips
     return Estimate(
         num_parameters=sum(_num_weights(path, leaf) for group in groups for path, leaf in group.items()),
         num_trained=sum(leaf.size for leaf in parameters),
@@ -94,7 +104,8 @@ def estimate(config: RunConfig, state: TrainState) -> Estimate:
         vision_forward_flops=vision,
         training_token_flops=text,
         training_patch_flops=pictures,
-        training_step_flops=(text * config.data.row_tokens + pictures * config.data.row_patches) * config.data.rows,
+        training_clip_flops=sounds,
+        training_step_flops=of_row * config.data.rows,
         parameter_bytes=_device_bytes(held),
         optimizer_bytes=_device_bytes(jax.tree.leaves(state.optimizer)),
         gradient_bytes=sum(_device_size(leaf) * at_least_float32(leaf.dtype).itemsize for leaf in parameters),

@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from mmjax import axes
 from mmjax.config import (
+    AudioConfig,
     DataConfig,
     FullAttentionConfig,
     IndexerConfig,
@@ -16,6 +18,7 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.parallel.mesh import make_mesh
+from mmjax.planner.cost import audio_forward_flops
 from mmjax.training import dry_run
 from mmjax.training.step import abstract_state
 
@@ -80,6 +83,22 @@ def test_vision_flops_of_kimi_k3_are_twice_its_weights_and_its_attention() -> No
     tower = 401_214_464 - 64 * 64 * 1024 - (2 * 27 + 1) * 1024
     projector = (46_144_512 - 7168) / 4
     assert dry_run.vision_forward_flops(K3, data) == 2 * (tower + projector) + 27 * 4 * 1536 * 4096
+
+
+def test_a_step_counts_its_clips_of_sound() -> None:
+    model = ModelConfig(num_layers=2, full_attention_layers=(1,), audio=AudioConfig(num_layers=1, clip_frames=100))
+    silent, config = (RunConfig(model=model, data=DataConfig(row_clips=clips, rows=4)) for clips in (0, 3))
+    mesh = jax.sharding.AbstractMesh(tuple(config.mesh.sizes.values()), axes.MESH_AXES)
+    state = abstract_state(config, mesh)
+    silent, heard = (dry_run.estimate(one, state) for one in (silent, config))
+    assert heard.training_clip_flops == 3 * audio_forward_flops(model) > 0
+    assert heard.training_step_flops - silent.training_step_flops == 4 * 3 * heard.training_clip_flops
+    assert "training FLOPs of a clip" in dict(heard.rows())
+    # Towers that are frozen go forward alone.
+    frozen = dataclasses.replace(config, trained=("decoder", "audio_projector"))
+    frozen = dry_run.estimate(frozen, abstract_state(frozen, mesh))
+    assert frozen.training_clip_flops == audio_forward_flops(model)
+    assert frozen.training_patch_flops == frozen.vision_forward_flops > 0
 
 
 def test_bytes_of_a_device_are_those_that_a_device_holds() -> None:
