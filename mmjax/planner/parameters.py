@@ -36,7 +36,7 @@ _NO_MATRICES = (
     "head",
     "position_table",
     "sinusoids",
-    *("decay_bias", "query_bias", "key_bias", "value_bias"),
+    *("decay_bias", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"),
     *("query_convolution", "key_convolution", "value_convolution"),
 )
 

@@ -16,7 +16,7 @@ from mmjax.config import OptimizerConfig
 TABLES = ("embedding", "head", "position_table")
 ELEMENTWISE = (
     "sinusoids",
-    *("decay_bias", "query_bias", "key_bias", "value_bias"),
+    *("decay_bias", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"),
     *("query_convolution", "key_convolution", "value_convolution"),
 )
 # Projections whose heads are orthogonalised one by one in per-head Muon: queries, keys and values.

@@ -7,8 +7,9 @@ import numpy as np
 import optax
 import pytest
 
-from mmjax.config import ModelConfig, MoeConfig, OptimizerConfig, VisionConfig
+from mmjax.config import AudioConfig, GroupedAttentionConfig, ModelConfig, MoeConfig, OptimizerConfig, VisionConfig
 from mmjax.models.multimodal import define
+from mmjax.planner.parameters import parameter_arrays
 from mmjax.presets.kimi_k3 import kimi_k3_tiny
 from mmjax.training.optimizer import make_optimizer, matrix_axes
 
@@ -109,6 +110,16 @@ def test_every_parameter_of_kimi_k3_is_in_its_class(name):
     found = {class_name(path): class_of(path, is_decayed[class_name(path)]) for path in VARIABLES}
     expected = dict(re.split("  +", line) for line in CLASSES.strip().splitlines())
     assert found == expected
+
+
+def test_norms_and_biases_are_no_matrices_however_many_axes_they_have():
+    grouped = GroupedAttentionConfig(joint_norm=True, projection_bias=True, output_bias=True)
+    audio = AudioConfig(num_layers=1)
+    model = ModelConfig(full_attention_kind="grouped", grouped_attention=grouped, mlp_bias=True, audio=audio)
+    small = {path: v for path, v in define(model).parameters.items() if path.endswith(("norm", "bias", "scale"))}
+    assert any(path.endswith("mixer.query_norm") for path in small)
+    assert {path for path, variable in small.items() if matrix_axes(path, variable, OptimizerConfig())} == set()
+    assert {array.path for array in parameter_arrays(model) if array.is_matrix and array.name.endswith("norm")} == set()
 
 
 def run(config, variables, parameters, gradients):
