@@ -49,6 +49,8 @@ ORDER_SETTINGS = (
 HEARING_SETTINGS = ("clip_frames", "mel_bins", "values_per_feature")
 TOWER_SETTINGS = ("kind", "patch_pixels", "channels", "frames_per_patch", "table_rows", "table_columns")
 INDEX_FOLDER = "data_index"
+# Another start of the run would find the old sizes in its index.
+_OTHER_FILES = "put the file back as it was, or give another --run-dir: this one remembers what was measured"
 SOURCES = "sources.json"
 BALANCE_PARTS = 8
 """For how many devices the balance of costs is reported, where they divide the rows."""
@@ -201,10 +203,10 @@ class Loader:
         """Records that are left out because they are bad."""
         return list(self._quarantine.rejected)
 
-    def planned_rows(self, step: int) -> list[list[int]]:
-        """Numbers of the samples in each row of a step."""
+    def planned_rows(self, step: int, plan: RowPlan | None = None) -> list[list[int]]:
+        """Numbers of the samples in each row of a step, by the loader's own plan if no other is given."""
         first = step * self._data.rows
-        rows = [self._plan.row(first + row) for row in range(self._data.rows)]
+        rows = [(plan or self._plan).row(first + row) for row in range(self._data.rows)]
         return [rows[row] for row in balanced_order([int(self._costs[row].sum()) for row in rows])]
 
     def patch_bucket(self, planned: list[list[int]]) -> int:
@@ -213,9 +215,9 @@ class Loader:
         sizes = patch_sizes(self._data)
         return min(size for size in sizes if size >= needed)
 
-    def row_costs(self, step: int) -> list[int]:
+    def row_costs(self, step: int, plan: RowPlan | None = None) -> list[int]:
         """Predicted costs of the rows of a step, in the unit of `cost.UNIT`."""
-        return [int(self._costs[row].sum()) for row in self.planned_rows(step)]
+        return [int(self._costs[row].sum()) for row in self.planned_rows(step, plan)]
 
     def _read(self, number: int, step: int) -> PackedDocument | None:
         source, index = self._mixture.locate(number)
@@ -235,9 +237,9 @@ class Loader:
         if packed.document.sizes != tuple(self._sizes[number]):
             raise DataError(
                 packed.document.where,
-                found="a picture or sound of another size than when the run started",
+                found="a picture or sound of another size than when it was measured",
                 expected="files that stay as they are",
-                remedy="start the run again",
+                remedy=_OTHER_FILES,
             )
         return packed
 
@@ -248,7 +250,7 @@ class Loader:
                 f"{self._mixture.names[source]}, sample {index}",
                 found="a sample that no longer fits a row",
                 expected="files that stay as they are",
-                remedy="start the run again",
+                remedy=_OTHER_FILES,
             )
         patches = read_patches(document, self._data, self._vision)
         return PackedDocument(document, patches, read_spectrograms(document, self._data, self._audio))
@@ -306,7 +308,9 @@ class Loader:
 
     def counters(self) -> dict[str, float]:
         """Samples used, left out and why, and how well the rows of the first chapter and step are packed."""
-        rows = self._plan.chapter(0)
+        # A resumed run stands far behind it, and must not pack all that lies between.
+        plan = self._plan.beginning()
+        rows = plan.chapter(0)
         tokens, patches = (np.array([self._sizes[row, column].sum() for row in rows]) for column in (0, 1))
         quotas = quota_report(tokens, patches, self._data, self._vision, self._model)
         counters = {
@@ -322,7 +326,7 @@ class Loader:
             "quota_breaches": quotas.num_breaches,
         }
         parts = BALANCE_PARTS if self._data.rows % BALANCE_PARTS == 0 else self._data.rows
-        return counters | {"cost_max_over_mean": cost_balance(self.row_costs(0), parts)}
+        return counters | {"cost_max_over_mean": cost_balance(self.row_costs(0, plan), parts)}
 
     def fingerprint(self) -> dict[str, Any]:
         """All that the order and content of batches depend on, as JSON values, to be kept beside a checkpoint."""

@@ -191,6 +191,18 @@ class RowPlan:
         self.num_packed = 0
         """Chapters packed so far."""
 
+    def beginning(self) -> "RowPlan":
+        """The same plan at its first row: what is asked of it moves nothing here."""
+        return RowPlan(
+            self._order,
+            self._sizes,
+            self._costs,
+            room=self._room,
+            window=self._window,
+            balance_rows=self._balance_rows,
+            seed=self._seed,
+        )
+
     def row(self, number: int) -> list[int]:
         """Numbers of the samples in row `number`, counted over all epochs."""
         with self._lock:

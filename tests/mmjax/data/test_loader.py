@@ -26,9 +26,9 @@ SMALL = DataConfig(rows=2, row_tokens=64, row_patches=64, packing_window=4)
 BYTES = ByteTokenizer()
 
 
-def load(source: str, split="train", vision=VISION, seed=0, **changes) -> Loader:
+def load(source: str, split="train", vision=VISION, seed=0, folder: Path | None = None, **changes) -> Loader:
     settings = {"source": source, "eval_source": source} | changes
-    return Loader(dataclasses.replace(SMALL, **settings), vision, seed, split)
+    return Loader(dataclasses.replace(SMALL, **settings), vision, seed, split, folder=folder)
 
 
 def documents(batch):
@@ -249,11 +249,18 @@ def test_an_error_in_a_prefetched_batch_reaches_the_caller_as_it_is(write_record
         next(loader.iterate(0))
 
 
-def test_a_picture_that_changes_its_size_during_the_run_is_refused(write_records, write_image, chat):
-    loader = load(write_records(chat("<image>", "a", write_image("a.png"))))
+def test_a_picture_that_changes_its_size_is_refused_and_in_another_run_folder_measured_anew(
+    write_records, write_image, chat, tmp_path
+):
+    file = write_records(chat("<image>", "a", write_image("a.png")))
+    loaders = [load(file, folder=tmp_path / "run")]
     write_image("a.png", size=(32, 8))
-    with pytest.raises(DataError, match="line 1"):
-        loader.batch(0)
+    # The run's index keeps the old size, so that starting it again would not help.
+    loaders.append(load(file, folder=tmp_path / "run"))
+    for loader in loaders:
+        with pytest.raises(DataError, match=r"line 1: .* give another --run-dir"):
+            loader.batch(0)
+    load(file, folder=tmp_path / "other").batch(0)
 
 
 def test_pictures_for_a_model_without_a_tower_are_refused_and_text_has_no_patches(write_records, write_image, chat):

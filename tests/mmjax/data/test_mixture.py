@@ -151,10 +151,13 @@ def test_a_resumed_loader_packs_nothing_that_lies_before_and_goes_on_with_the_sa
     monkeypatch.setattr("mmjax.data.loader.MIN_CHAPTER_SAMPLES", 16)
     source = three()
     first = load(source)
+    counters = first.counters()
     for step in (0, 3, 400):
         expected = digest(first.batch(step))
         resumed = load(source)
         resumed.resume(json.loads(json.dumps(first.position(step))))
+        # As a run prints them when it goes on.
+        assert resumed.counters() == counters
         assert digest(resumed.batch(step)) == expected
         assert resumed._plan.num_packed <= 4
     assert first._plan.num_packed > 100

@@ -153,7 +153,7 @@ def test_sounds_are_refused_by_a_model_that_hears_none_and_damaged_ones_go_into_
 def test_a_sound_that_changes_its_length_while_the_run_goes_on_stops_it(folder):
     loader = load(folder, record("a.wav"))
     shutil.copy(folder / "b.flac", folder / "a.wav")
-    with pytest.raises(DataError, match="another size than when the run started"):
+    with pytest.raises(DataError, match="another size than when it was measured"):
         loader.batch(0)
 
 
