@@ -117,6 +117,24 @@ class Store:
         )
         self._thread.start()
 
+    def set_score(self, step: int, score: float) -> None:
+        """Give a saved step, if it is still there, the score of an evaluation that came after its save.
+
+        Raises:
+          CheckpointError: that save failed, or this cannot be written.
+        """
+        self.wait()
+        path = self.directory / str(step)
+        if not self._changes_disk or step not in self.steps():
+            return
+        try:
+            manifest = read_manifest(path)
+            if manifest["score"] != score:
+                write_manifest(path, manifest | {"score": score})
+                self._delete_old()
+        except Exception as error:
+            raise self._failed(path, error) from None
+
     def wait(self) -> None:
         """Wait until the save under way is complete.
 

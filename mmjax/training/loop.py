@@ -126,9 +126,13 @@ def run(config: RunConfig, mesh: Mesh, *, is_evaluation_only: bool = False) -> i
             is_evaluation_due = is_due(progress.steps, config.training.eval_every_steps)
             if progress.steps < num_steps and (is_save_due or is_evaluation_due):
                 recorder.flush()
-                is_best = is_evaluation_due and held_out.evaluate(progress.steps, state)
                 # In a row of steps that were not finite the state may be lost: it must not push out a sound one.
-                if guard.in_a_row == 0 and (is_save_due or (is_best and config.checkpoint.keep_best)):
+                is_sound = guard.in_a_row == 0
+                if is_sound and (is_save_due or is_stopping):
+                    # First: an evaluation may take longer than there is time, and may fail.
+                    saver.save(state)
+                is_best = is_evaluation_due and held_out.evaluate(progress.steps, state)
+                if is_sound and (is_save_due or (is_best and config.checkpoint.keep_best)):
                     saver.save(state, held_out.scores.get(progress.steps))
                 recorder.restart_clock()
         recorder.flush()
@@ -140,6 +144,7 @@ def run(config: RunConfig, mesh: Mesh, *, is_evaluation_only: bool = False) -> i
                 raise data_failure
             monitor.say(f"stopped after step {progress.steps}; the same command goes on from there")
             return EXIT_INTERRUPTED
+        saver.save(state)
         held_out.evaluate(progress.steps, state)
         saver.save(state, held_out.scores.get(progress.steps))
         checkpoints.wait()
@@ -464,8 +469,10 @@ class Saver:
         self._base = base_of(config) if config.lora.rank else {}
 
     def save(self, state: TrainState, score: float | None = None) -> None:
-        """Save the steps done, unless they are saved: a run that did nothing new has nothing to save."""
+        """Save the steps done, unless they are saved; what is saved gets the score alone."""
         if self._progress.steps == self._saved_step:
+            if score is not None:
+                self._checkpoints.set_score(self._saved_step, score)
             return
         metadata = {
             "config": dataclasses.asdict(self._config),
@@ -473,7 +480,6 @@ class Saver:
             "data": self._loader.fingerprint(),
             "data_position": self._loader.position(self._progress.steps),
             "progress": dataclasses.asdict(self._progress),
-            "exact_match": score,
         }
         if self._config.lora.rank:
             metadata["base"] = self._base

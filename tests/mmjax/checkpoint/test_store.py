@@ -207,6 +207,21 @@ def test_without_keep_best_only_the_last_are_kept(tmp_path: Path) -> None:
         assert store.steps() == [2]
 
 
+def test_a_score_that_comes_after_the_save_decides_what_is_kept(tmp_path: Path) -> None:
+    with Store(tmp_path, keep_last=1) as store:
+        for step, score in ((1, 0.5), (2, 0.9)):
+            store.save(step, {"x": jnp.zeros(2)}, {})
+            store.set_score(step, score)
+            assert store.steps() == [step]
+        store.save(3, {"x": jnp.zeros(2)}, {})
+        store.set_score(3, 0.1)
+        # Of a step that is gone or was never saved there is nothing to say.
+        store.set_score(1, 1.0)
+        store.set_score(4, 1.0)
+        assert store.steps() == [2, 3]
+    assert Store(tmp_path, read_only=True).restore_latest(_abstract({"x": jnp.zeros(2)})) is not None
+
+
 def test_a_step_that_is_not_new_is_an_error_not_a_silent_no(tmp_path: Path) -> None:
     with Store(_saved(tmp_path)) as store:
         for step in (1, 2):

@@ -264,6 +264,30 @@ def test_a_crash_costs_the_steps_since_the_last_checkpoint_and_nothing_else(undi
     assert _final_state(tmp_path) == _final_state(undisturbed) and _losses(tmp_path) == _losses(undisturbed)
 
 
+@pytest.mark.parametrize("fails_at", [5, 8, 12])
+def test_what_was_trained_is_saved_before_it_is_evaluated(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    class Failing(Answers):
+        def __call__(self, state: TrainState) -> EvaluationResult:
+            if int(state.step) == fails_at:
+                raise MemoryError
+            return super().__call__(state)
+
+    # Asked to stop at a step that is evaluated, saved at another one, and at the end.
+    every, stop = (5, _at(5, lambda: os.kill(os.getpid(), signal.SIGTERM))) if fails_at == 5 else (4, lambda step: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "Evaluator", Failing)
+        with pytest.raises(MemoryError):
+            _run(tmp_path, stop, eval_every_steps=every)
+    assert _final_state(tmp_path)[0] == fails_at
+    assert _run(tmp_path, eval_every_steps=every) == 0
+    assert _final_state(tmp_path) == _final_state(undisturbed)
+    manifests = sorted(tmp_path.glob("checkpoints/*/manifest.json"), key=lambda path: int(path.parent.name))
+    scores = [json.loads(path.read_text())["score"] for path in manifests]
+    assert scores == {5: [0.0, 0.0], 8: [0.5, None, 0.0], 12: [0.5, 0.0, 0.0]}[fails_at]
+
+
 def test_bad_data_in_mid_run_saves_what_was_trained(undisturbed: Path, tmp_path: Path) -> None:
     error = DataError("train.jsonl:7", found="a broken image", expected="an image", remedy="remove it")
     with pytest.raises(DataError, match=r"train\.jsonl:7"):
