@@ -5,7 +5,6 @@ The folder is written under a temporary name and renamed at its end: a conversio
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmjax.checkpoint.arrays import ArraySpec, ArrayWriter, WriteError, choose_chunk, pieces
+from mmjax.checkpoint.lock import try_lock
 from mmjax.checkpoint.manifest import Damage, describe_files, listed, read_manifest, sync, write_manifest
 from mmjax.checkpoint.matching import Match, Matching, match, packed_slots
 from mmjax.checkpoint.released_config import check_companions
@@ -109,12 +109,10 @@ def replacing(target: Path, *, overwrite: bool) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)
         stack.callback(os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(lock, folder):
             raise CheckpointError(
                 str(target), found="another conversion into it", expected="one at a time", remedy="wait for it to end"
-            ) from None
+            )
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         # What a killed conversion has left.
         _empty(folder)

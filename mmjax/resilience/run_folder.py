@@ -1,7 +1,6 @@
 """The folder of a run: one process at a time, and nothing left of a start that was refused."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Collection, Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from mmjax.checkpoint.lock import try_lock
 from mmjax.errors import ConfigurationError, MmjaxError, writing
 
 
@@ -27,15 +27,13 @@ def sole_user(run_dir: Path, settled: Collection[str] = ()) -> Iterator[None]:
         run_dir.mkdir(parents=True, exist_ok=True)
         folder = os.open(run_dir, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(folder, run_dir):
             raise ConfigurationError(
                 str(run_dir),
                 found="another process that trains in this folder",
                 expected="no other one",
                 remedy="wait for it or stop it, or give another --run-dir",
-            ) from error
+            )
         try:
             yield
         except MmjaxError:

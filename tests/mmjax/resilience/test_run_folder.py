@@ -1,5 +1,7 @@
 """A start that is refused leaves the folder as it was; what holds work, or was there before, stays."""
 
+import errno
+import fcntl
 import multiprocessing
 from pathlib import Path
 
@@ -61,3 +63,18 @@ def test_a_folder_that_another_process_trains_in_is_refused_and_stays(tmp_path):
     assert (tmp_path / "run").exists()
     let_go.set()
     other.join()
+
+
+def test_a_file_system_without_locks_is_told_and_no_reason_not_to_train(tmp_path, monkeypatch, capsys):
+    def flock(number: int):
+        def refuse(*_: object) -> None:
+            raise OSError(number, "no")
+
+        return refuse
+
+    monkeypatch.setattr(fcntl, "flock", flock(errno.ENOSYS))
+    with sole_user(tmp_path / "run"):
+        assert "no locks" in capsys.readouterr().err
+    monkeypatch.setattr(fcntl, "flock", flock(errno.EIO))
+    with pytest.raises(OSError, match="no"), sole_user(tmp_path / "run"):
+        pass
