@@ -20,6 +20,10 @@ _MAY_CHANGE = (
     "checkpoint.",
     "training.",
     "data.prefetch_batches",
+    # What stops a run, which a person may want to go on all the same: the order of samples does not depend on it.
+    "data.max_bad_samples",
+    "data.max_bad_share",
+    "data.lost_source",
     "model.remat",
     "model.remat_keep",
     "model.remat_offload",

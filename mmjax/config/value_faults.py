@@ -38,6 +38,8 @@ _MAY_BE_ZERO = {
     "checkpoint.every_steps",
     "training.eval_every_steps",
 }
+# JAX draws with 32 bits of it, so that larger ones would be the same as a smaller one.
+_LARGEST = {"seed": 2**32 - 1}
 # ... and fractional ones are above 0, except these: (smallest, limit), the limit itself being outside.
 _RANGES = {
     "model.linear_attention.decay_lower_bound": (-math.inf, 0.0),
@@ -89,9 +91,11 @@ def _reason_against_value(value: Any, kind: Any, path: str) -> str | None:
         return None if is_good else "give whole numbers of at least 0"
     if kind is int:
         smallest = 0 if path in _MAY_BE_ZERO else 1
-        is_good = type(value) is int and (value >= smallest or (path.startswith("mesh.") and value == -1))
+        largest = _LARGEST.get(path, math.inf)
+        is_good = type(value) is int and (smallest <= value <= largest or (path.startswith("mesh.") and value == -1))
+        upper = f" and at most {largest}" if largest < math.inf else ""
         open_axis = ", or -1 for all devices that are left" if path.startswith("mesh.") else ""
-        return None if is_good else f"give a whole number of at least {smallest}{open_axis}"
+        return None if is_good else f"give a whole number of at least {smallest}{upper}{open_axis}"
     if kind is float:
         is_number = type(value) in (int, float) and math.isfinite(value)
         if path not in _RANGES:

@@ -150,5 +150,5 @@ def check_budget(num_bad: int, count: int, data: DataConfig, latest: str) -> Non
             "bad records",
             found=f"{num_bad:,} of {count:,}",
             expected=f"at most {allowed:,} (data.max_bad_samples, data.max_bad_share)",
-            remedy=f"see the run's quarantine.jsonl; the latest: {latest}",
+            remedy=f"see the run's quarantine.jsonl, then mend the records or allow more; the latest: {latest}",
         )

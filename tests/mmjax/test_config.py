@@ -100,6 +100,7 @@ FAULTY = {
     "optimizer.beta2": RunConfig(optimizer=OptimizerConfig(beta2=1.0)),
     "optimizer.learning_rate": RunConfig(optimizer=OptimizerConfig(learning_rate=True)),
     "training.steps": RunConfig(training=TrainingConfig(steps=1.5)),
+    "seed": RunConfig(seed=2**32),
 }
 
 
@@ -328,6 +329,8 @@ def started(tmp_path) -> RunConfig:
 def test_a_run_folder_takes_the_same_run_and_its_free_settings(started: RunConfig):
     assert saved.load(saved.save(started)) == started
     longer = REPLACE(started, mesh=MeshConfig(fsdp=2), training=TrainingConfig(steps=900, log_every_steps=5))
+    data = DataConfig(max_bad_samples=500, max_bad_share=0.5, lost_source="wait", lost_source_wait_seconds=5)
+    longer = REPLACE(longer, data=data)
     assert saved.load(saved.save(longer)) == longer
 
 

@@ -57,6 +57,8 @@ def test_what_an_experiment_says_of_the_run_outlives_the_weights_model():
     balanced = dataclasses.replace(described, moe=dataclasses.replace(described.moe, router=router))
     balanced = train.with_run_settings(released, balanced).moe.router
     assert (balanced.balance_coefficient, balanced.balance_over, balanced.sign_rate) == (0.1, "document", 0.5)
+    may_change = {name.removeprefix("model.") for name in saved._MAY_CHANGE if name.startswith("model.")}
+    assert may_change <= set(train._OF_A_RUN)
     # What the model is stays the checkpoint's: how experts are stored, and an indexer that it does not have.
     assert (model.moe.expert_storage, model.full_attention.indexer.stage) == (released.moe.expert_storage, "none")
     assert train.with_run_settings(described, described) == described
