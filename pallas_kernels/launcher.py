@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 THREAD_OF_WARPGROUP = "mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"
@@ -91,9 +92,9 @@ def traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def log_once(message: str) -> None:
+def log_once(message: str, level: int = logging.INFO) -> None:
     """Log which implementation was taken, each message once a process."""
-    logging.getLogger("pallas_kernels").info(message)
+    logging.getLogger("pallas_kernels").log(level, message)
 
 
 def launch(
@@ -103,9 +104,15 @@ def launch(
     *,
     scratch: Mapping[str, Any],
     name: str,
+    in_place: Mapping[int, int] | None = None,
+    reduction_bytes: int = 512,
     **mesh: Any,
 ) -> Sequence[jax.Array]:
-    """Run `body(*arguments, *outputs, **scratch)` on refs. Outputs vary over the mesh axes that arguments vary over."""
+    """Run `body(*arguments, *outputs, **scratch)` on refs. Outputs vary over the mesh axes that arguments vary over.
+
+    `in_place` maps the place of an argument to that of the output which takes its memory; `reduction_bytes` of shared
+    memory are for sums over more than a warp holds.
+    """
     interpret = None
     if _is_simulated.get():
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
@@ -113,21 +120,51 @@ def launch(
         interpret = InterpretGPUParams(detect_races=False)
     arguments = vary_together(*arguments)
     body.__name__ = name
-    kernel = plgpu.kernel(
-        body,
-        out_type=list(outputs),
-        scratch_types=dict(scratch),
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=512,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-        ),
-        **mesh,
+    compiler_params = plgpu.CompilerParams(
+        approx_math=True,
+        unsafe_no_auto_barriers=True,
+        reduction_scratch_bytes=reduction_bytes,
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
     )
+    options = {"interpret": interpret, "compiler_params": compiler_params}
+    if in_place:
+        kernel = _kernel_in_place(body, outputs, scratch, in_place, plgpu.Mesh(**mesh), name, **options)
+    else:
+        kernel = plgpu.kernel(body, out_type=list(outputs), scratch_types=dict(scratch), **options, **mesh)
     # A kernel's outputs are not marked as varying.
     return vary_together(*kernel(*arguments), arguments[0])[:-1]
+
+
+def _kernel_in_place(
+    body: Callable[..., None],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any],
+    in_place: Mapping[int, int],
+    mesh: Any,
+    name: str,
+    *,
+    interpret: Any,
+    compiler_params: Any,
+) -> Callable[..., Sequence[jax.Array]]:
+    """What `plgpu.kernel` does, which has no argument for outputs in the place of arguments."""
+    from jax._src import config
+    from jax._src.pallas import mpmd
+
+    def on_refs(*refs: Any) -> None:
+        pl.run_scoped(functools.partial(body, *refs), collective_axes=mesh.thread_name or (), **scratch)
+
+    def run(*arguments: jax.Array) -> Sequence[jax.Array]:
+        with config._check_vma(False):
+            return mpmd._mpmd_map(
+                [(mesh, on_refs)],
+                out_types=list(outputs),
+                input_output_aliases=in_place,
+                interpret=interpret or False,
+                compiler_params=compiler_params,
+                name=name,
+            )(*arguments)
+
+    return run
 
 
 def draw(counter: Any, last: Any, drawn: Any, number: jax.Array) -> None:

@@ -88,6 +88,10 @@ class _Pairs:
     def differing_bits(self):
         return self.row ^ self.column
 
+    def apart(self, size):
+        """The two lie in the halves of a block of `2 size` tokens."""
+        return (self.differing_bits() >= size) & (self.differing_bits() < 2 * size)
+
 
 def _exp2(array, interpret: bool):
     """2^array by one instruction, which takes numbers under 2^-126 for zero."""
@@ -151,25 +155,6 @@ def _over_columns(ref, block: int, step: Callable, carry: Any = 0):
     """`carry = step(columns, carry)` for the columns of `ref`, at most `block`, which registers hold, at a time."""
     block = min(block, ref.shape[1])
     return lax.fori_loop(0, ref.shape[1] // block, lambda index, carry: step(pl.ds(index * block, block), carry), carry)
-
-
-def _tiles_apart(size: int):
-    """[C, C]: the pair lies in the two halves of a block of `2 size` tokens; if under 16, in one tile of 16.
-
-    Spelt out in comparisons with constants, from which the compiler sees that 16 neighbours share a load.
-    """
-    row = lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 0)
-    column = lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1)
-
-    def within(token, start: int, length: int):
-        return (token >= start) & (token < start + length)
-
-    if size < TILE:
-        blocks = [within(row, start, TILE) & within(column, start, TILE) for start in range(0, CHUNK, TILE)]
-    else:
-        starts = range(0, CHUNK, 2 * size)
-        blocks = [within(row, start + size, size) & within(column, start, size) for start in starts]
-    return functools.reduce(jnp.logical_or, blocks)
 
 
 def _over_small_sizes(step, carry):
@@ -267,12 +252,12 @@ def _pairs(
     inverse_ref[...] = _unit_lower_inverse(lower, pairs, interpret).astype(dtype)
 
 
-def parts_of_tokens(
-    query_ref, key_ref, value_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref,
-    from_state_ref, from_value_ref, reading_ref, writing_ref, kept_ref,
+def parts_of_keys(
+    query_ref, key_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref,
+    from_state_ref, writing_ref, reading_ref, kept_ref,
     *, block, interpret,
 ):  # fmt: skip
-    dtype = value_ref.dtype
+    dtype = key_ref.dtype
     pairs = _Pairs(first_ref, last_ref)
     beta = beta_ref[...][:, None]
 
@@ -290,12 +275,24 @@ def parts_of_tokens(
             kept_ref[...] = kept.reshape(())
         return 0
 
+    _over_columns(key_ref, block, finish_keys)
+
+
+def parts_of_tokens(
+    query_ref, key_ref, value_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref,
+    from_state_ref, from_value_ref, writing_ref, reading_ref, kept_ref,
+    *, block, interpret,
+):  # fmt: skip
+    tokens = query_ref, key_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref
+    parts = from_state_ref, writing_ref, reading_ref, kept_ref
+    parts_of_keys(*tokens, *parts, block=block, interpret=interpret)
+    dtype = value_ref.dtype
+
     def finish_values(columns, _):
-        value = beta * value_ref[:, columns].astype(jnp.float32)
+        value = beta_ref[...][:, None] * value_ref[:, columns].astype(jnp.float32)
         from_value_ref[:, columns] = dot(inverse_ref[...], value.astype(dtype)).astype(dtype)
         return 0
 
-    _over_columns(key_ref, block, finish_keys)
     _over_columns(value_ref, block, finish_values)
 
 
@@ -311,26 +308,55 @@ def prepare(
     parts_of_tokens(*tokens, *parts_refs, block=block, interpret=interpret)
 
 
-def prepare_again(
-    query_ref, key_ref, value_ref, decay_ref, beta_ref, first_ref, last_ref, *prepared_refs,
-    block, interpret,
-):  # fmt: skip
-    """Replaces what `prepare` gives of a chunk in which a token is deeper in its tile than `DEEPEST`.
+class _OfChunk:
+    """What a ref of several chunks, or of their tokens, holds of one, indexed like a ref of that alone."""
 
-    `prepared_refs` are what it writes, as arguments and once more as results, in the same places.
-    """
-    prepared_refs = prepared_refs[len(prepared_refs) // 2 :]
+    def __init__(self, ref, chunk, *, is_of_tokens: bool):
+        self.ref, self.chunk, self.is_of_tokens, self.dtype = ref, chunk, is_of_tokens, ref.dtype
+        self.shape = ref.shape if is_of_tokens else ref.shape[1:]
+        self.ndim = len(self.shape)
 
-    @pl.when(jnp.max(prepared_refs[3][...]) > DEEPEST)
-    def _():
-        tokens = query_ref, key_ref, value_ref, decay_ref, beta_ref, first_ref, last_ref
-        prepare(*tokens, *prepared_refs, block=block, interpret=interpret)
+    def _places(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        if index and index[0] is Ellipsis:
+            index = (slice(None),) * self.ndim
+        if not self.is_of_tokens:
+            return self.chunk, *index
+        row, *rest = index
+        start = self.chunk * CHUNK
+        return pl.ds(start, CHUNK) if isinstance(row, slice) else start + row, *rest
+
+    def __getitem__(self, index):
+        return self.ref[self._places(index)]
+
+    def __setitem__(self, index, array):
+        self.ref[self._places(index)] = array
+
+
+def _again(kernel, arguments, is_deep_ref, results, **options):
+    """`kernel` for those of a program's chunks in which a token is deeper in its tile than `DEEPEST`."""
+    chunks = is_deep_ref.shape[0]
+
+    def look(chunk, _):
+        @pl.when(is_deep_ref[chunk] > 0)
+        def _():
+            refs = [_OfChunk(ref, chunk, is_of_tokens=ref.shape[0] > chunks) for ref in (*arguments, *results)]
+            kernel(*refs, **options)
+
+        return 0
+
+    lax.fori_loop(0, chunks, look, 0)
+
+
+def prepare_again(*refs, **options):
+    """`prepare`, whose results so far lie between its arguments and the same refs as results, with which are deep."""
+    _again(prepare, refs[:7], refs[16], refs[17:], **options)
 
 
 def value_gradients(value_ref, beta_ref, solved_ref, by_key_ref, value_gradient_ref, beta_gradient_ref, *, interpret):
-    """Of the value, and of beta by the value, which is added to what the keys give."""
-    del interpret
+    """Of the value, in the place of what is solved, and of beta by the value, added to what the keys give."""
     solved = solved_ref[...].astype(jnp.float32)
+    wait_for_all(interpret)
     value_gradient_ref[...] = (beta_ref[...][:, None] * solved).astype(value_ref.dtype)
     beta_gradient_ref[...] = by_key_ref[...] + jnp.sum(solved * value_ref[...].astype(jnp.float32), axis=1)
 
@@ -345,44 +371,37 @@ def _every_time(ref):
 
 
 def gradients(
-    query_ref, key_ref, value_ref, sums_ref, depth_ref, beta_ref, first_ref, last_ref, state_ref, state_gradient_ref,
+    query_ref, key_ref, sums_ref, depth_ref, beta_ref, first_ref, last_ref, state_ref, state_gradient_ref,
     written_ref, solved_ref, output_gradient_ref,
-    query_gradient_ref, key_gradient_ref, value_gradient_ref, decay_gradient_ref, beta_gradient_ref,
-    products_ref, lower_ref,
+    query_gradient_ref, key_gradient_ref, decay_gradient_ref, beta_gradient_ref,
     *, block, interpret,
 ):  # fmt: skip
-    """With y = (I + L)^-T of the gradient of what the tokens write, v: dL = -y v^T, and (I + L)^-T dw = -y S^T."""
-    dtype = value_ref.dtype
+    """With y = (I + L)^-T of the gradient of what the tokens write, v: dL = -y v^T, and (I + L)^-T dw = -y S^T.
+
+    The gradient of the decay lies in the place of the sums. That of beta lacks what the values give.
+    """
+    dtype = written_ref.dtype
     pairs = _Pairs(first_ref, last_ref)
     beta = beta_ref[...][:, None]
     is_scalar = sums_ref.ndim == 1
 
-    def finish_values(columns, gradient):
-        solved = solved_ref[:, columns].astype(jnp.float32)
-        value_gradient_ref[:, columns] = (beta * solved).astype(dtype)
-        return gradient + jnp.sum(solved * value_ref[:, columns].astype(jnp.float32), axis=1)
-
-    beta_gradient = _over_columns(value_ref, block, finish_values, jnp.zeros((CHUNK,), jnp.float32))
-
-    # Gradients of P and of L where a pair counts; through memory, since a product's result is never transposed.
-    products = dot(output_gradient_ref[...], written_ref[...], transpose_b=True)
-    lower = -dot(solved_ref[...], written_ref[...], transpose_b=True)
+    # Gradients of P and of L where a pair counts, and both transposed: a product's result is never transposed.
+    read = _once if is_scalar else _every_time
+    written, solved, output_gradient = read(written_ref), read(solved_ref), read(output_gradient_ref)
+    late = dot(output_gradient(), written(), transpose_b=True), -dot(solved(), written(), transpose_b=True)
+    early = dot(written(), output_gradient(), transpose_b=True), -dot(written(), solved(), transpose_b=True)
     if is_scalar:
-        between = _between(sums_ref[...][:, None], pairs.earlier(), interpret)
-        products, lower = products * between, lower * between
-    products_ref[...] = jnp.where(pairs.earlier(), products, 0).astype(dtype)
-    lower_ref[...] = jnp.where(pairs.earlier(), lower, 0).astype(dtype)
-    wait_for_all(interpret)  # entries of other threads are read back
+        sums = sums_ref[...][:, None]
+        late = [matrix * _between(sums, pairs.earlier(), interpret) for matrix in late]
+        early = [matrix * _between(-sums, pairs.later(), interpret) for matrix in early]
+    pair_matrices = [jnp.where(pairs.earlier(), matrix, 0).astype(dtype) for matrix in late]
+    pair_matrices += [jnp.where(pairs.later(), matrix, 0).astype(dtype) for matrix in early]
 
     def add_written(columns, total):
         written = written_ref[:, columns].astype(jnp.float32)
         return total + jnp.sum(output_gradient_ref[:, columns].astype(jnp.float32) * written, axis=1)
 
-    itself = _over_columns(value_ref, block, add_written, jnp.zeros((CHUNK,), jnp.float32))[:, None]
-    # With one decay a head the compiler may keep these in shared memory; else that space hides more latency.
-    read = _once if is_scalar else _every_time
-    written, solved, output_gradient = read(written_ref), read(solved_ref), read(output_gradient_ref)
-    pair_matrices = read(products_ref), read(lower_ref)
+    itself = _over_columns(written_ref, block, add_written, jnp.zeros((CHUNK,), jnp.float32))[:, None]
 
     def finish_keys(columns, carry):
         beta_gradient, scalar_sums_gradient = carry
@@ -408,7 +427,7 @@ def gradients(
         key_gradient += itself * query
 
         def add_pairs(factors, matrices, gradients):
-            (late, early), (products, lower) = factors, matrices
+            (late, early), (products, lower, turned_products, turned_lower) = factors, matrices
             query_gradient, key_gradient, sums_gradient, by_beta = gradients
             # A pair adds the same number to the sum of its late token and takes it from that of its early one, to the
             # last bit, so that the gradient of a decay which does not lie between them stays zero.
@@ -422,40 +441,38 @@ def gradients(
             by_late_key *= late
             by_beta = fused(key, by_late_key, by_beta)
             key_gradient = fused(beta, by_late_key, key_gradient)
-            by_early_key = dot(products, decayed_query, transpose_a=True)
-            by_early_key += dot(lower, correcting_key, transpose_a=True)
+            by_early_key = dot(turned_products, decayed_query) + dot(turned_lower, correcting_key)
             key_gradient = fused(early, by_early_key, key_gradient)
             sums_gradient = fused(-decayed_key.astype(jnp.float32), by_early_key, sums_gradient)
             return query_gradient, key_gradient, sums_gradient, by_beta
 
-        def masked(mask):
-            return [plt.load(ref.at[...], mask=mask, other=0.0) for ref in (products_ref, lower_ref)]
+        def chosen(of_late, of_early):
+            masks = of_late, of_late, of_early, of_early
+            zero = jnp.zeros((CHUNK, CHUNK), dtype)
+            return [jnp.where(mask, matrix, zero) for mask, matrix in zip(masks, pair_matrices, strict=True)]
 
         def add_small_size(size, gradients):
-            wait_for_all(interpret)  # lest the compiler load outside the loop and hold
-            is_at_size = (pairs.differing_bits() >= size) & (pairs.differing_bits() < 2 * size)
-            chosen = is_at_size & (depth_ref[...] > DEEPEST)[:, None]
-            products, lower = (
-                jnp.where(chosen, ref[...], jnp.zeros_like(ref[...])) for ref in (products_ref, lower_ref)
-            )
+            is_at_size, is_deep = pairs.apart(size), depth_ref[...] > DEEPEST
+            matrices = chosen(is_at_size & is_deep[:, None], is_at_size & is_deep[None])
             factors = decay.halves(sums, columns, size)
-            return add_pairs((factors, factors), (products, lower), gradients)
+            return add_pairs((factors, factors), matrices, gradients)
 
         fused = functools.partial(multiply_add, interpret=interpret)
         by_beta = key * -from_state
         gradients = query_gradient, key_gradient, sums_gradient, by_beta
         if is_scalar:
             ones = jnp.ones((CHUNK, 1), jnp.float32)
-            gradients = add_pairs((ones, ones), [matrix() for matrix in pair_matrices], gradients)
+            gradients = add_pairs((ones, ones), pair_matrices, gradients)
         else:
             decay = _Decay(sums_ref, first_ref, interpret)
             for size in (32, 16):
                 factors = decay.halves(sums, columns, size)
-                gradients = add_pairs((factors, factors), masked(_tiles_apart(size)), gradients)
-            depth = depth_ref[...]
+                gradients = add_pairs((factors, factors), chosen(pairs.apart(size), pairs.apart(size)), gradients)
+            depth, is_in_tile = depth_ref[...], pairs.differing_bits() < TILE
             small_sizes = functools.partial(_over_small_sizes, add_small_size)
             gradients = lax.cond(jnp.max(depth) > DEEPEST, small_sizes, lambda gradients: gradients, gradients)
-            in_tile = masked(_tiles_apart(1) & (depth <= DEEPEST)[:, None])
+            is_near = depth <= DEEPEST
+            in_tile = chosen(is_in_tile & is_near[:, None], is_in_tile & is_near[None])
             gradients = add_pairs(decay.in_tile(sums, columns), in_tile, gradients)
         query_gradient, key_gradient, sums_gradient, by_beta = gradients
         beta_gradient += jnp.sum(by_beta, axis=1)
@@ -464,12 +481,21 @@ def gradients(
         if is_scalar:
             scalar_sums_gradient += jnp.sum(sums_gradient, axis=1)
         else:
+            wait_for_all(interpret)  # the sums of these columns have been read
             decay_gradient_ref[:, columns] = _masked_sums(pairs.reaching(), sums_gradient, dtype)
         return beta_gradient, scalar_sums_gradient
 
-    beta_gradient, sums_gradient = _over_columns(
-        key_ref, block, finish_keys, (beta_gradient, jnp.zeros((CHUNK,), jnp.float32))
-    )
+    zeros = jnp.zeros((CHUNK,), jnp.float32)
+    beta_gradient, sums_gradient = _over_columns(key_ref, block, finish_keys, (zeros, zeros))
     beta_gradient_ref[...] = beta_gradient
     if is_scalar:
+        wait_for_all(interpret)  # all sums have been read
         decay_gradient_ref[...] = _masked_sums(pairs.reaching(), sums_gradient[:, None], dtype).reshape(-1)
+
+
+def gradients_again(*refs, **options):
+    """`gradients` of chunks whose sums have been left as they were.
+
+    Its arguments, which chunks are deep, results so far, and the results, in the places of those and of the sums.
+    """
+    _again(gradients, refs[:12], refs[12], refs[16:], **options)

@@ -214,8 +214,12 @@ class _Half:
         return tiles.product(*((mask, self.staging(number)) for number in range(3)))
 
 
-def gradients(query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient):
-    """Gradients of query and key [B, S, H, K] bfloat16, of the decay [B, S, H, K] and, by keys, of beta [B, S, H]."""
+def gradients(query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, is_deep):
+    """Gradients of query and key [B, S, H, K] bfloat16, of the decay [B, S, H, K] and, by keys, of beta [B, S, H].
+
+    The gradient of the decay takes the place of the sums; not in chunks that are deep (`is_deep` [B, N, H, 4] int32,
+    four times the same): their sums stay, and their other gradients are worthless.
+    """
     batch, length, heads, _ = written.shape
     chunks, group = length // CHUNK, heads // query.shape[2]
     total = batch * chunks * heads
@@ -223,10 +227,11 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
     beta = jnp.moveaxis(beta, 1, 2)
 
     def body(
-        query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient,
+        query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, is_deep,
         query_out, key_out, decay_out, beta_out,
-        *, values_smem, states_smem, keys_smem, sums_smem, anchors_smem, vectors_smem, bounds_smem, pairs_smem,
-        itself_smem, end_smem, values_in, states_in, keys_in, values_out, states_out, keys_out, is_paired, is_unpaired,
+        *, values_smem, states_smem, keys_smem, sums_smem, anchors_smem, vectors_smem, bounds_smem, is_deep_smem,
+        pairs_smem, itself_smem, end_smem, values_in, states_in, keys_in, values_out, states_out, keys_out, is_paired,
+        is_unpaired,
     ):  # fmt: skip
         warpgroup, worker = lax.axis_index("warpgroup"), lax.axis_index("worker")
         steps = pl.cdiv(total - worker, workers)
@@ -279,6 +284,7 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
                         source = sums.at[row, chunk * CHUNK + anchor, head, channels]
                         plgpu.copy_gmem_to_smem(source, anchors_smem.at[half, number], keys_in)
                 plgpu.copy_gmem_to_smem(beta.at[row, head, tokens], vectors_smem.at[0], keys_in)
+                plgpu.copy_gmem_to_smem(is_deep.at[row, chunk, head], is_deep_smem, keys_in)
                 return ()
 
             lax.fori_loop(0, steps, load, ())
@@ -324,7 +330,11 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
                 sums_smem[own] = decay_gradient
                 keys_smem[1, own] = key_gradient.astype(jnp.bfloat16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(sums_smem.at[own], decay_out.at[row, tokens, head, channels])
+
+                @pl.when(is_deep_smem[0] == 0)
+                def _():
+                    plgpu.copy_smem_to_gmem(sums_smem.at[own], decay_out.at[row, tokens, head, channels])
+
                 plgpu.copy_smem_to_gmem(keys_smem.at[0, own], query_out.at[row, tokens, head, channels])
                 plgpu.copy_smem_to_gmem(keys_smem.at[1, own], key_out.at[row, tokens, head, channels])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -341,7 +351,7 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
     buffer = functools.partial(launcher.swizzled, dtype=jnp.bfloat16)
     query_gradient, key_gradient, decay_gradient, beta_gradient = launcher.launch(
         body,
-        (query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient),
+        (query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, is_deep),
         outputs,
         scratch={
             "values_smem": buffer((3, CHUNK, WIDTH)),
@@ -351,12 +361,13 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
             "anchors_smem": plgpu.SMEM((2, len(ANCHORS), HALF), jnp.float32),
             "vectors_smem": plgpu.SMEM((1, CHUNK), jnp.float32),
             "bounds_smem": plgpu.SMEM((2, 2, CHUNK), jnp.int32),
+            "is_deep_smem": plgpu.SMEM((4,), jnp.int32),
             "pairs_smem": buffer((4, CHUNK, CHUNK)),
             "itself_smem": plgpu.SMEM((CHUNK,), jnp.float32),
             "end_smem": plgpu.SMEM((2, HALF), jnp.float32),
             "values_in": plgpu.Barrier(num_arrivals=5),
             "states_in": plgpu.Barrier(num_arrivals=4),
-            "keys_in": plgpu.Barrier(num_arrivals=2 * (3 + len(ANCHORS)) + 1),
+            "keys_in": plgpu.Barrier(num_arrivals=2 * (3 + len(ANCHORS)) + 2),
             "values_out": plgpu.Barrier(num_arrivals=2),
             "states_out": plgpu.Barrier(num_arrivals=2),
             "keys_out": plgpu.Barrier(num_arrivals=2),
@@ -364,6 +375,7 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
             "is_unpaired": plgpu.Barrier(num_arrivals=2),
         },
         name="key_gradients",
+        in_place={2: 2},  # of the sums, whose buffer is one of the largest
         grid=(workers,),
         grid_names=("worker",),
         num_threads=3,

@@ -114,7 +114,7 @@ def prepare(query, key, value, log_decay, beta, first, last):
 
     def body(
         query, key, value, decay, beta, first, last,
-        products_out, inverse_out, sums_out, depth_out, from_state_out, from_value_out, reading_out, writing_out,
+        products_out, inverse_out, sums_out, depth_out, from_state_out, from_value_out, writing_out, reading_out,
         kept_out, *, decay_smem, keys_smem, values_smem, early_smem, leaving_smem, solving_smem, inverse_smem,
         lower_smem, parts_smem, anchors_smem, itself_smem, bounds_smem, beta_smem, value_beta_smem,
         decay_in, decay_out, keys_in, keys_out, values_in, values_out, is_staged, is_multiplied,

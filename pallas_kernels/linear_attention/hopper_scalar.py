@@ -21,6 +21,8 @@ from pallas_kernels.linear_attention.hopper_tiles import HALF
 
 QUERY, KEY = 0, 1
 SUMS, BETA = 0, 1
+LOW = WRITTEN + 1
+"""Behind the high part of what tokens write, whose products' sums cancel."""
 
 
 def _sum(matrix: jax.Array) -> jax.Array:
@@ -48,7 +50,8 @@ class _Half:
         """The gradient of P, by one half, or of L, by the other, times the decay of each pair."""
         row, first = tiles.iota(0), tiles.down(self.bound(0))
         sign = jnp.where(self.own == 0, jnp.float32(1), jnp.float32(-1))
-        matrix = tiles.product((self.values.at[self.own], tiles.turned(self.values.at[WRITTEN]))) * sign
+        parts = (tiles.turned(self.values.at[number]) for number in (WRITTEN, LOW))
+        matrix = tiles.product(*((self.values.at[self.own], part) for part in parts)) * sign
 
         @pl.when(self.own == 0)
         def _():
@@ -65,7 +68,8 @@ class _Half:
         end = self.vectors[SUMS, CHUNK - 1]
         # To the state that leaves.
         to_end = jnp.where(tiles.down(self.bound(1)) == CHUNK - 1, jnp.exp2(end - tiles.down(sums)), 0)
-        key_gradient = tiles.product((self.values.at[WRITTEN], tiles.turned(self.state_gradient))) * to_end
+        parts = (self.values.at[number] for number in (WRITTEN, LOW))
+        key_gradient = tiles.product(*((part, tiles.turned(self.state_gradient)) for part in parts)) * to_end
         leaving = _sum(key * key_gradient)
 
         def carried(start):
@@ -117,8 +121,13 @@ class _Half:
         return _sum(jnp.where(is_reached, sums_gradient, 0))
 
 
-def gradients(query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient):
-    """Gradients of query and key [B, S, H, K] bfloat16, of the decay [B, S, H] and, by keys, of beta [B, S, H]."""
+def gradients(
+    query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, low_written
+):  # fmt: skip
+    """Gradients of query and key [B, S, H, K] bfloat16, of the decay [B, S, H] and, by keys, of beta [B, S, H].
+
+    What tokens write is the sum of `written` and `low_written`.
+    """
     batch, length, heads, _ = written.shape
     chunks, group = length // CHUNK, heads // query.shape[2]
     total = batch * chunks * heads
@@ -126,7 +135,7 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
     sums, beta = jnp.moveaxis(sums, 1, 2), jnp.moveaxis(beta, 1, 2)
 
     def body(
-        query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient,
+        query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, low_written,
         query_out, key_out, decay_out, beta_out,
         *, values_smem, states_smem, keys_smem, vectors_smem, bounds_smem, pairs_smem, itself_smem, scaled_smem,
         summed_smem, values_in, states_in, values_out, states_out, keys_out, is_paired, is_unpaired,
@@ -150,7 +159,7 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
             halves = [pl.ds(half * HALF, HALF) for half in range(2)]
             slot = lax.rem(step, 2)
             wait_unless_first(step, values_out)
-            for number, source in enumerate((output_gradient, solved, written)):
+            for number, source in enumerate((output_gradient, solved, written, low_written)):
                 plgpu.copy_gmem_to_smem(source.at[row, tokens, head], values_smem.at[number], values_in)
             for number, source in enumerate((sums, beta)):
                 plgpu.copy_gmem_to_smem(source.at[row, head, tokens], vectors_smem.at[slot, number], values_in)
@@ -220,10 +229,10 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
     buffer = functools.partial(launcher.swizzled, dtype=jnp.bfloat16)
     query_gradient, key_gradient, *of_tokens = launcher.launch(
         body,
-        (query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient),
+        (query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, low_written),
         outputs,
         scratch={
-            "values_smem": buffer((3, CHUNK, WIDTH)),
+            "values_smem": buffer((4, CHUNK, WIDTH)),
             "states_smem": buffer((2, 2, HALF, WIDTH)),
             "keys_smem": buffer((2, 2, CHUNK, HALF)),
             "vectors_smem": plgpu.SMEM((2, 2, CHUNK), jnp.float32),
@@ -232,7 +241,7 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
             "itself_smem": plgpu.SMEM((CHUNK,), jnp.float32),
             "scaled_smem": buffer((2, CHUNK, HALF)),
             "summed_smem": plgpu.SMEM((2, 2, CHUNK), jnp.float32),
-            "values_in": plgpu.Barrier(num_arrivals=7),
+            "values_in": plgpu.Barrier(num_arrivals=8),
             "states_in": plgpu.Barrier(num_arrivals=8),
             **{
                 name: plgpu.Barrier(num_arrivals=2)

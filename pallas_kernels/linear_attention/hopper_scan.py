@@ -7,6 +7,7 @@ what nothing in the chunk waits for (the output, or the gradients that are solve
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +26,17 @@ AHEAD, BEHIND = 3, 2
 """Chunks for which what the state waits for is held, and what waits for the state."""
 
 
-def _half(half: int):
+def half_of(half: int):
     return pl.ds(half * HALF, HALF)
 
 
-def _wait_unless_first(step, barrier) -> None:
+def wait_unless_first(step, barrier) -> None:
     @pl.when(step > 0)
     def _():
         plgpu.barrier_wait(barrier)
 
 
-class _Ring:
+class Ring:
     """Buffers of `count` chunks, filled by one warpgroup and emptied by another, in turn."""
 
     def __init__(self, count: int, filled, emptied):
@@ -67,11 +68,11 @@ class _Ring:
             plgpu.barrier_wait(self.emptied.at[step % self.count])
 
 
-def _read_state(source, edge, is_read) -> tuple[jax.Array, ...]:
+def read_state(source, edge, is_read) -> tuple[jax.Array, ...]:
     """Some columns of a state [128, C], in two halves of rows."""
     halves = []
     for half in HALVES:
-        plgpu.copy_gmem_to_smem(source.at[_half(half)], edge, is_read)
+        plgpu.copy_gmem_to_smem(source.at[half_of(half)], edge, is_read)
         plgpu.barrier_wait(is_read)
         halves.append(tiles.matrix(edge))
         plgpu.commit_smem()  # every warp has read all
@@ -82,15 +83,15 @@ def _write_state(halves, edge, target) -> None:
     for half, state in enumerate(halves):
         edge[...] = state
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(edge, target.at[_half(half)])
+        plgpu.copy_smem_to_gmem(edge, target.at[half_of(half)])
         plgpu.wait_smem_to_gmem(0)
 
 
-def _kept(kept_ref, half: int) -> jax.Array:
+def kept_by(kept_ref, half: int) -> jax.Array:
     return tiles.down(tiles.row(kept_ref.at[half]))
 
 
-def _launch(body, arguments, outputs, heads: int, *, scratch, barriers, name: str):
+def launch(body, arguments, outputs, heads: int, *, scratch, barriers, name: str, in_place=None):
     """One block a row, head and half of the value channels; scratch and barriers as `body` names them."""
     rows = arguments[0].shape[0]
     return launcher.launch(
@@ -102,6 +103,8 @@ def _launch(body, arguments, outputs, heads: int, *, scratch, barriers, name: st
             key: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count) for key, (arrivals, count) in barriers.items()
         },
         name=name,
+        in_place=in_place,
+        reduction_bytes=0,
         grid=(rows * heads * 2,),
         grid_names=("task",),
         num_threads=3,
@@ -109,12 +112,12 @@ def _launch(body, arguments, outputs, heads: int, *, scratch, barriers, name: st
     )
 
 
-def _place(heads: int):
+def place_of(heads: int):
     task = lax.axis_index("task")
     return task // (2 * heads), lax.rem(task // 2, heads), pl.ds(lax.rem(task, 2) * HALF, HALF)
 
 
-def _kept_of_channels(kept: jax.Array) -> jax.Array:
+def kept_of_channels(kept: jax.Array) -> jax.Array:
     return kept if kept.ndim == 4 else jnp.broadcast_to(kept[..., None], (*kept.shape, WIDTH))
 
 
@@ -125,13 +128,14 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
     narrow, wide = jnp.bfloat16, jnp.float32
 
     def body(
-        from_state, from_value, reading, writing, kept, products, state, first_out, second_out,
-        *, from_state_smem, from_value_smem, writing_smem, kept_smem, reading_smem, products_smem, narrow_smem,
-        written_smem, edge_smem, carry_in, carry_out, output_in, output_out, narrow_in, narrow_out, written_in,
-        written_out, edge_in,
+        from_state, from_value, writing, kept, state, *refs,
+        from_state_smem, from_value_smem, writing_smem, kept_smem, narrow_smem, written_smem, edge_smem, carry_in,
+        carry_out, narrow_in, narrow_out, written_in, written_out, edge_in, output_in, output_out,
+        reading_smem: Any = None, products_smem: Any = None,
     ):  # fmt: skip
-        warpgroup, (row, head, columns) = lax.axis_index("warpgroup"), _place(heads)
-        carrying, giving = _Ring(AHEAD, carry_in, carry_out), _Ring(BEHIND, output_in, output_out)
+        warpgroup, (row, head, columns) = lax.axis_index("warpgroup"), place_of(heads)
+        carrying, giving = Ring(AHEAD, carry_in, carry_out), Ring(BEHIND, output_in, output_out)
+        *of_output_refs, first_out, second_out = refs
 
         def tokens(chunk):
             return pl.ds(chunk * CHUNK, CHUNK)
@@ -144,10 +148,11 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
                 source = from_value.at[row, tokens(step), head, columns]
                 plgpu.copy_gmem_to_smem(source, from_value_smem.at[slot], barrier)
                 for half in HALVES:
-                    source = kept.at[row, step, head, _half(half)]
+                    source = kept.at[row, step, head, half_of(half)]
                     plgpu.copy_gmem_to_smem(source, kept_smem.at[slot, half], barrier)
 
             def of_output(slot, barrier):
+                reading, products = of_output_refs
                 source = reading.at[row, tokens(step - 1), head]
                 plgpu.copy_gmem_to_smem(source, reading_smem.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(products.at[row, step - 1, head], products_smem.at[slot], barrier)
@@ -162,21 +167,21 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
             if keep_states:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             else:
-                _wait_unless_first(chunk, narrow_out)
+                wait_unless_first(chunk, narrow_out)
             for half in HALVES:
                 narrow_smem[half] = halves[half].astype(narrow)
             plgpu.commit_smem()
             if keep_states:
                 for half in HALVES:
-                    target = first_out.at[row, chunk, head, _half(half), columns]
+                    target = first_out.at[row, chunk, head, half_of(half), columns]
                     plgpu.copy_smem_to_gmem(narrow_smem.at[half], target)
             else:
                 plgpu.barrier_arrive(narrow_in)
             carrying.wait(chunk)
-            factors = [(from_state_smem.at[slot, :, _half(half)], narrow_smem.at[half]) for half in HALVES]
+            factors = [(from_state_smem.at[slot, :, half_of(half)], narrow_smem.at[half]) for half in HALVES]
             written = tiles.matrix(from_value_smem.at[slot]).astype(wide) - tiles.product(*factors)
             if not keep_states:
-                _wait_unless_first(chunk, written_out)
+                wait_unless_first(chunk, written_out)
             written_smem[...] = written.astype(narrow)
             plgpu.commit_smem()
             if keep_states:
@@ -184,8 +189,8 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
             else:
                 plgpu.barrier_arrive(written_in)
             halves = tiles.accumulate(
-                [halves[half] * _kept(kept_smem.at[slot], half) for half in HALVES],
-                [[(tiles.turned(writing_smem.at[slot, :, _half(half)]), written_smem)] for half in HALVES],
+                [halves[half] * kept_by(kept_smem.at[slot], half) for half in HALVES],
+                [[(tiles.turned(writing_smem.at[slot, :, half_of(half)]), written_smem)] for half in HALVES],
             )
             carrying.release(chunk)
             return halves
@@ -194,7 +199,7 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
             slot = giving.slot(chunk)
             giving.wait(chunk)
             plgpu.barrier_wait(narrow_in)
-            factors = [(reading_smem.at[slot, :, _half(half)], narrow_smem.at[half]) for half in HALVES]
+            factors = [(reading_smem.at[slot, :, half_of(half)], narrow_smem.at[half]) for half in HALVES]
             output = tiles.product(*factors)
             plgpu.barrier_arrive(narrow_out)
             plgpu.barrier_wait(written_in)
@@ -211,7 +216,7 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
         @pl.when(warpgroup == 0)
         def _():
             plgpu.set_max_registers(208, action="increase")
-            halves = _read_state(state.at[row, head, :, columns], edge_smem, edge_in)
+            halves = read_state(state.at[row, head, :, columns], edge_smem, edge_in)
             halves = lax.fori_loop(0, chunks, carry, halves)
             if keep_states:
                 plgpu.wait_smem_to_gmem(0)
@@ -240,9 +245,13 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
     states_shape = jax.ShapeDtypeStruct((batch, chunks, heads, WIDTH, WIDTH), narrow)
     last_shape = jax.ShapeDtypeStruct((batch, heads, WIDTH, WIDTH), wide)
     buffer = functools.partial(launcher.swizzled, dtype=narrow)
-    return _launch(
+    of_output_smem = {
+        "reading_smem": buffer((BEHIND, CHUNK, WIDTH)),
+        "products_smem": buffer((BEHIND, CHUNK, CHUNK)),
+    }
+    return launch(
         body,
-        (from_state, from_value, reading, writing, _kept_of_channels(kept), products, state),
+        (from_state, from_value, writing, kept_of_channels(kept), state, *([] if keep_states else [reading, products])),
         [states_shape, tokens_shape] if keep_states else [tokens_shape, last_shape],
         heads,
         scratch={
@@ -250,11 +259,10 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
             "from_value_smem": buffer((AHEAD, CHUNK, HALF)),
             "writing_smem": buffer((AHEAD, CHUNK, WIDTH)),
             "kept_smem": plgpu.SMEM((AHEAD, 2, HALF), wide),
-            "reading_smem": buffer((BEHIND, CHUNK, WIDTH)),
-            "products_smem": buffer((BEHIND, CHUNK, CHUNK)),
             "narrow_smem": buffer((2, HALF, HALF)),
             "written_smem": buffer((CHUNK, HALF)),
             "edge_smem": launcher.swizzled((HALF, HALF), wide),
+            **({} if keep_states else of_output_smem),
         },
         barriers={
             "carry_in": (5, AHEAD),
@@ -264,25 +272,33 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
             **dict.fromkeys(("narrow_in", "narrow_out", "written_in", "written_out", "edge_in"), (1, 1)),
         },
         name="scan_states" if keep_states else "scan_chunks",
+        in_place={1: 1} if keep_states else None,  # what tokens write, of `from_value`
     )
 
 
-def scan_back(from_state, reading, writing, kept, products, inverse, output_gradient, last_gradient):
-    """Gradients of the states that leave chunks, (I + L)^-T of those of what tokens write, that of the first state."""
+def scan_back(
+    from_state, reading, writing, kept, products, inverse, output_gradient, last_gradient, value=None, beta=None
+):  # fmt: skip
+    """Gradients of the states that leave chunks, (I + L)^-T of those of what tokens write, that of the first state.
+
+    With `value` and `beta` [B, S, H] also the gradient of the value, and that of beta by the value.
+    """
     batch, length, heads, _ = output_gradient.shape
-    chunks = length // CHUNK
+    chunks, has_value = length // CHUNK, value is not None
     narrow, wide = jnp.bfloat16, jnp.float32
 
     def body(
-        from_state, reading, writing, kept, products, inverse, output_gradient, last_gradient,
-        states_out, solved_out, first_out,
-        *, writing_smem, gradient_smem, products_smem, kept_smem, reading_smem, from_state_smem, inverse_smem,
+        from_state, reading, writing, kept, products, inverse, output_gradient, last_gradient, *refs,
+        writing_smem, gradient_smem, products_smem, kept_smem, reading_smem, from_state_smem, inverse_smem,
         narrow_smem, written_smem, edge_smem, early_in, early_out, late_in, late_out, inverse_in, inverse_out,
-        written_in, written_out, edge_in,
+        written_in, written_out, edge_in, value_smem: Any = None, value_in=None, value_out=None,
     ):  # fmt: skip
-        warpgroup, (row, head, columns) = lax.axis_index("warpgroup"), _place(heads)
+        warpgroup, (row, head, columns) = lax.axis_index("warpgroup"), place_of(heads)
+        of_value = refs[: 2 * has_value]
+        states_out, solved_out, first_out, *value_outs = refs[2 * has_value :]
+        values = Ring(1, value_in, value_out)
         early, late, solving = (
-            _Ring(AHEAD, early_in, early_out), _Ring(BEHIND, late_in, late_out), _Ring(BEHIND, inverse_in, inverse_out)
+            Ring(AHEAD, early_in, early_out), Ring(BEHIND, late_in, late_out), Ring(BEHIND, inverse_in, inverse_out)
         )  # fmt: skip
 
         def tokens(step):
@@ -296,7 +312,7 @@ def scan_back(from_state, reading, writing, kept, products, inverse, output_grad
                 chunk = chunks - 1 - step
                 plgpu.copy_gmem_to_smem(products.at[row, chunk, head], products_smem.at[slot], barrier)
                 for half in HALVES:
-                    source = kept.at[row, chunk, head, _half(half)]
+                    source = kept.at[row, chunk, head, half_of(half)]
                     plgpu.copy_gmem_to_smem(source, kept_smem.at[slot, half], barrier)
 
             def of_late(slot, barrier):
@@ -306,9 +322,17 @@ def scan_back(from_state, reading, writing, kept, products, inverse, output_grad
             def of_solving(slot, barrier):
                 plgpu.copy_gmem_to_smem(inverse.at[row, chunks - step, head], inverse_smem.at[slot], barrier)
 
+            def of_values(slot, barrier):
+                value, beta = of_value
+                source = value.at[row, tokens(step - 1), head, columns]
+                plgpu.copy_gmem_to_smem(source, value_smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(beta.at[row, head, tokens(step - 1)], kept_smem.at[AHEAD, 0], barrier)
+
             early.fill(step, chunks, of_early)
             late.fill(step - 1, chunks, of_late)
             solving.fill(step - 1, chunks, of_solving)
+            if has_value:
+                values.fill(step - 1, chunks, of_values)
             return ()
 
         def carry(step, halves):
@@ -318,24 +342,24 @@ def scan_back(from_state, reading, writing, kept, products, inverse, output_grad
                 narrow_smem[half] = halves[half].astype(narrow)
             plgpu.commit_smem()
             for half in HALVES:
-                target = states_out.at[row, chunks - 1 - step, head, _half(half), columns]
+                target = states_out.at[row, chunks - 1 - step, head, half_of(half), columns]
                 plgpu.copy_smem_to_gmem(narrow_smem.at[half], target)
             early.wait(step)
             written = tiles.product(
                 (tiles.turned(products_smem.at[slot]), gradient_smem.at[slot]),
-                *((writing_smem.at[slot, :, _half(half)], narrow_smem.at[half]) for half in HALVES),
+                *((writing_smem.at[slot, :, half_of(half)], narrow_smem.at[half]) for half in HALVES),
             )
-            _wait_unless_first(step, written_out)
+            wait_unless_first(step, written_out)
             written_smem[...] = (-written).astype(narrow)
             plgpu.commit_smem()
             plgpu.barrier_arrive(written_in)
             late.wait(step)
             halves = tiles.accumulate(
-                [halves[half] * _kept(kept_smem.at[slot], half) for half in HALVES],
+                [halves[half] * kept_by(kept_smem.at[slot], half) for half in HALVES],
                 [
                     [
-                        (tiles.turned(reading_smem.at[late_slot, :, _half(half)]), gradient_smem.at[slot]),
-                        (tiles.turned(from_state_smem.at[late_slot, :, _half(half)]), written_smem),
+                        (tiles.turned(reading_smem.at[late_slot, :, half_of(half)]), gradient_smem.at[slot]),
+                        (tiles.turned(from_state_smem.at[late_slot, :, half_of(half)]), written_smem),
                     ]
                     for half in HALVES
                 ],
@@ -354,14 +378,24 @@ def scan_back(from_state, reading, writing, kept, products, inverse, output_grad
             inverse_smem[slot] = solved.astype(narrow)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(inverse_smem.at[slot], solved_out.at[row, tokens(step), head, columns])
+            if has_value:
+                value_gradient_out, beta_gradient_out = value_outs
+                values.wait(step)
+                by_value = jnp.sum(solved * tiles.matrix(value_smem.at[0]).astype(wide), axis=1)
+                beta_gradient_out[lax.rem(lax.axis_index("task"), 2), row, head, tokens(step)] = by_value
+                value_smem[0] = (solved * tiles.down(tiles.row(kept_smem.at[AHEAD, 0]))).astype(narrow)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(value_smem.at[0], value_gradient_out.at[row, tokens(step), head, columns])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             solving.release(step)
+            if has_value:
+                values.release(step)
             return ()
 
         @pl.when(warpgroup == 0)
         def _():
             plgpu.set_max_registers(208, action="increase")
-            halves = _read_state(last_gradient.at[row, head, :, columns], edge_smem, edge_in)
+            halves = read_state(last_gradient.at[row, head, :, columns], edge_smem, edge_in)
             halves = lax.fori_loop(0, chunks, carry, halves)
             _write_state(halves, edge_smem, first_out.at[row, head, :, columns])
             plgpu.barrier_wait(written_out)
@@ -376,29 +410,38 @@ def scan_back(from_state, reading, writing, kept, products, inverse, output_grad
         def _():
             plgpu.set_max_registers(24, action="decrease")
             lax.fori_loop(0, chunks + 1, load, ())
-            for ring in (early, late, solving):
+            for ring in (early, late, solving, *([values] if has_value else [])):
                 ring.drain(chunks)
 
     tokens_shape = jax.ShapeDtypeStruct((batch, length, heads, WIDTH), narrow)
     states_shape = jax.ShapeDtypeStruct((batch, chunks, heads, WIDTH, WIDTH), narrow)
     first_shape = jax.ShapeDtypeStruct((batch, heads, WIDTH, WIDTH), wide)
     buffer = functools.partial(launcher.swizzled, dtype=narrow)
-    return _launch(
+    arguments = from_state, reading, writing, kept_of_channels(kept), products, inverse, output_gradient, last_gradient
+    outputs, scratch, barriers = [states_shape, tokens_shape, first_shape], {}, {}
+    if value is not None and beta is not None:
+        arguments = *arguments, value, jnp.moveaxis(beta, 1, 2)
+        outputs += [tokens_shape, jax.ShapeDtypeStruct((2, batch, heads, length), wide)]
+        scratch = {"value_smem": buffer((1, CHUNK, HALF))}
+        barriers = {"value_in": (2, 1), "value_out": (1, 1)}
+    results = launch(
         body,
-        (from_state, reading, writing, _kept_of_channels(kept), products, inverse, output_gradient, last_gradient),
-        [states_shape, tokens_shape, first_shape],
+        arguments,
+        outputs,
         heads,
         scratch={
             "writing_smem": buffer((AHEAD, CHUNK, WIDTH)),
             "gradient_smem": buffer((AHEAD, CHUNK, HALF)),
             "products_smem": buffer((AHEAD, CHUNK, CHUNK)),
-            "kept_smem": plgpu.SMEM((AHEAD, 2, HALF), wide),
+            # Beta lies behind what is kept: buffers are aligned, and memory is all used.
+            "kept_smem": plgpu.SMEM((AHEAD + has_value, 2, HALF), wide),
             "reading_smem": buffer((BEHIND, CHUNK, WIDTH)),
             "from_state_smem": buffer((BEHIND, CHUNK, WIDTH)),
             "inverse_smem": buffer((BEHIND, CHUNK, CHUNK)),
             "narrow_smem": buffer((2, HALF, HALF)),
             "written_smem": buffer((CHUNK, HALF)),
             "edge_smem": launcher.swizzled((HALF, HALF), wide),
+            **scratch,
         },
         barriers={
             "early_in": (5, AHEAD),
@@ -408,6 +451,11 @@ def scan_back(from_state, reading, writing, kept, products, inverse, output_grad
             "inverse_in": (1, BEHIND),
             "inverse_out": (1, BEHIND),
             **dict.fromkeys(("written_in", "written_out", "edge_in"), (1, 1)),
+            **barriers,
         },
         name="scan_chunks_back",
     )
+    if not has_value:
+        return results
+    *results, by_value = results
+    return *results, jnp.moveaxis(jnp.sum(by_value, axis=0), 1, 2)

@@ -4,8 +4,8 @@ Each chunk by itself: `prepare` makes the matrices of pairs of tokens, inverts o
 the state and write into it (`parts_of_tokens` does the latter again for the backward pass). `scan` carries the state
 over chunks and writes the output, or, for the backward pass, the states and what each token writes; `scan_back` carries
 the state's gradient from the last chunk to the first; `gradients`, each chunk by itself, finishes. At widths of 128
-kernels of `hopper_prepare`, `hopper_scan`, `hopper` and `hopper_scalar` take their places, but for chunks in which one
-of the decays a channel is deeper in a tile than `DEEPEST`.
+kernels of `hopper_prepare`, `hopper_scan`, `hopper_states`, `hopper` and `hopper_scalar` take their places, but for
+chunks in which one of the decays a channel is deeper in a tile than `DEEPEST`.
 """
 
 import functools
@@ -25,6 +25,7 @@ from pallas_kernels.linear_attention import (
     hopper_prepare,
     hopper_scalar,
     hopper_scan,
+    hopper_states,
     scan_kernels,
 )
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
@@ -33,6 +34,8 @@ from pallas_kernels.linear_attention.documents import document_starts, per_value
 WIDTHS = (64, 128)
 PLACES = 2**31
 MOST_PIECES = 16
+MOST_LOOKED_AT = 32
+"""Chunks by one program: to start one for each chunk, only to find that it is not deep, took 0.13 ms."""
 MOST_BLOCKS = 65535
 """Of a launch's grid along its second or third axis."""
 
@@ -152,20 +155,27 @@ def _backward(settings, saved, gradients):
     query, key, value, beta, first, last, transition, entering, products, inverse, sums, depth = saved
     output_gradient, state_gradient = gradients
     call = _Calls(settings, query, value, sums)
-    parts = call.parts_of_tokens(query, key, value, inverse, sums, beta, first, last)
-    states, written = call.scan(parts, products, entering, keep_states=True)
+    tokens = query, key, value, inverse, sums, beta, first, last
+    is_exact = call.is_on_hopper and not call.decay_width
+    parts = call.parts_of_keys(*tokens) if is_exact else call.parts_of_tokens(*tokens)
     leaving = call.split_back(parts, products, output_gradient, transition, state_gradient)
-    state_gradients, solved, initial_gradient = call.scan_back(parts, products, inverse, output_gradient, leaving)
-    tokens = query, key, value, sums, depth, beta, first, last
-    of_chunks = states, state_gradients, written, solved, output_gradient
-    if not call.is_on_hopper:
-        gradients = call.gradients(*tokens, *of_chunks)
-    elif not call.decay_width:
-        gradients = call.gradients_on_hopper(*tokens, *of_chunks)
+    arguments = parts, products, inverse, output_gradient, leaving
+    of_value = (value, beta) if is_exact else ()
+    state_gradients, solved, initial_gradient, *of_value = call.scan_back(*arguments, *of_value)
+    # Behind it, when what only `scan_back` reads is no longer held.
+    parts, solved = lax.optimization_barrier((parts, solved))
+    if is_exact:
+        states, written, *low = call.states(parts, value, beta, inverse, entering)
     else:
-        is_deep = jnp.max(depth) > chunk_kernels.DEEPEST
-        gradients = lax.cond(is_deep, call.gradients, call.gradients_on_hopper, *tokens, *of_chunks)
-    query_gradient, key_gradient, value_gradient, decay_gradient, beta_gradient = gradients
+        (states, written), low = call.scan(parts, products, entering, keep_states=True), ()
+    tokens = query, key, sums, depth, beta, first, last
+    of_chunks = states, state_gradients, written, solved, output_gradient, *low
+    query_gradient, key_gradient, decay_gradient, by_key = call.gradients(*tokens, *of_chunks)
+    if is_exact:
+        value_gradient, by_value = of_value
+        beta_gradient = by_key + by_value
+    else:
+        value_gradient, beta_gradient = call.value_gradients(value, beta, solved, by_key)
     query_gradient, key_gradient = (_sum_groups(array, query) for array in (query_gradient, key_gradient))
     return query_gradient, key_gradient, value_gradient, decay_gradient, beta_gradient, None, None, initial_gradient
 
@@ -186,16 +196,20 @@ _gradients_on_hopper = launcher.traced_once(
     lambda is_scalar, *arrays: (hopper_scalar if is_scalar else hopper).gradients(*arrays)
 )
 _scan_on_hopper = launcher.traced_once(lambda keep_states, *arrays: hopper_scan.scan(*arrays, keep_states=keep_states))
+_states_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_states.states(*arrays))
 _scan_back_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_scan.scan_back(*arrays))
 
 
 class _Parts(NamedTuple):
-    """What a chunk's tokens read and write; letters as in `xla.delta_rule`."""
+    """What a chunk's tokens read and write; letters as in `xla.delta_rule`.
+
+    In this order XLA gives what is read a place that the states take afterwards.
+    """
 
     from_state: jax.Array  # w: (I + L)^-1 beta exp(G) key
-    from_value: jax.Array  # u: (I + L)^-1 beta value
-    reading: jax.Array  # exp(G) query
+    from_value: jax.Array | None  # u: (I + L)^-1 beta value
     writing: jax.Array  # r: exp(G_C - G) key
+    reading: jax.Array  # exp(G) query
     kept: jax.Array  # exp(G_C)
 
 
@@ -214,6 +228,10 @@ class _Calls:
         self.decay_width = log_decay.shape[3:]
         self.is_on_hopper = not (settings.interpret or hopper.reason_against(self.key_width, self.value_width))
         self.pieces = settings.pieces or self.most_pieces()
+        # Chunks of a program that looks for deep ones.
+        counts = range(MOST_LOOKED_AT, 0, -1)
+        looked_at = next(count for count in counts if self.chunks % count == 0)
+        self.looked_at = looked_at if self.is_on_hopper and self.decay_width else None
         self.manual_axis_type = jax.typeof(query).manual_axis_type
 
     def most_pieces(self) -> int:
@@ -252,35 +270,43 @@ class _Calls:
             name=kernel.__name__,
         )
 
-    def chunk_specs(self):
-        """Blocks of one chunk and head; the grid is [heads, chunks, rows]: neighbouring heads share memory pages."""
-        group = self.group
+    def chunk_specs(self, count: int | None = None):
+        """Blocks of one chunk and head; the grid is [heads, chunks, rows]: neighbouring heads share memory pages.
+
+        With `count` those of as many chunks.
+        """
+        group, length = self.group, CHUNK * (count or 1)
 
         def token(*width: int, group: int = 1) -> pl.BlockSpec:
             zeros = (0,) * len(width)
-            return pl.BlockSpec((None, CHUNK, None, *width), lambda h, n, b: (b, n, h // group, *zeros))
+            return pl.BlockSpec((None, length, None, *width), lambda h, n, b: (b, n, h // group, *zeros))
 
         def chunk(*shape: int) -> pl.BlockSpec:
             zeros = (0,) * len(shape)
-            return pl.BlockSpec((None, None, None, *shape), lambda h, n, b: (b, n, h, *zeros))
+            return pl.BlockSpec((None, count, None, *shape), lambda h, n, b: (b, n, h, *zeros))
 
         keys = token(self.key_width, group=group)
-        bounds = pl.BlockSpec((None, CHUNK), lambda h, n, b: (b, n))
+        bounds = pl.BlockSpec((None, length), lambda h, n, b: (b, n))
         return token, chunk, keys, bounds
 
-    def parts_shapes(self):
-        token, chunk, _, _ = self.chunk_specs()
+    def parts_shapes(self, count: int | None = None):
+        token, chunk, _, _ = self.chunk_specs(count)
         width, values = self.key_width, self.value_width
         keys, kept = token(width), chunk(*self.decay_width)
         shapes = [self.tokens(width), self.tokens(values), self.tokens(width), self.tokens(width)]
         kept_shape = self.of_chunks(*self.decay_width, dtype=jnp.float32)
         return [keys, token(values), keys, keys, kept], [*shapes, kept_shape]
 
+    def is_deep(self, depth: jax.Array) -> jax.Array:
+        """Whether a token of a chunk is deeper in its tile than `DEEPEST`: [B, N, H]."""
+        deepest = jnp.max(depth.reshape(self.batch, self.chunks, CHUNK, self.heads), axis=2)
+        return (deepest > chunk_kernels.DEEPEST).astype(jnp.int32)
+
     def prepare(self, query, key, value, log_decay, beta, first, last):
         """P, (I + L)^-1, G, how deep tokens decay in their tiles; and the parts."""
-        token, chunk, keys, bounds = self.chunk_specs()
+        token, chunk, keys, bounds = self.chunk_specs(self.looked_at)
         decay, square = token(*self.decay_width), chunk(CHUNK, CHUNK)
-        parts_specs, parts_shapes = self.parts_shapes()
+        parts_specs, parts_shapes = self.parts_shapes(self.looked_at)
         tokens = query, key, value, log_decay, beta, first, last
         token_specs = [keys, keys, token(self.value_width), decay, token(), bounds, bounds]
         specs = [square, square, decay, token(), *parts_specs]
@@ -293,7 +319,7 @@ class _Calls:
         ]
         call = functools.partial(
             self.call,
-            grid=(self.heads, self.chunks, self.batch),
+            grid=(self.heads, self.chunks // (self.looked_at or 1), self.batch),
             out_specs=specs,
             out_shape=shapes,
             warps=self.settings.prepare_warps,
@@ -304,8 +330,8 @@ class _Calls:
             prepared += parts
             if self.decay_width:
                 places = {len(tokens) + place: place for place in range(len(prepared))}
-                again = call(chunk_kernels.prepare_again, in_specs=[*token_specs, *specs], aliases=places)
-                prepared = again(*tokens, *prepared)
+                again = call(chunk_kernels.prepare_again, in_specs=[*token_specs, *specs, chunk()], aliases=places)
+                prepared = again(*tokens, *prepared, self.is_deep(prepared[3]))
         else:
             prepared = call(chunk_kernels.prepare, in_specs=token_specs)(*tokens)
         products, inverse, sums, depth, *parts = prepared
@@ -323,6 +349,22 @@ class _Calls:
             block=self.settings.parts_columns,
         )(query, key, value, inverse, sums, beta, first, last)
         return _Parts(*parts)
+
+    def parts_of_keys(self, query, key, _, inverse, sums, beta, first, last) -> _Parts:
+        """All but `from_value`."""
+        token, chunk, keys, bounds = self.chunk_specs()
+        decay, square = token(*self.decay_width), chunk(CHUNK, CHUNK)
+        specs, shapes = self.parts_shapes()
+        from_state, *parts = self.call(
+            chunk_kernels.parts_of_keys,
+            (self.heads, self.chunks, self.batch),
+            [keys, keys, square, decay, token(), bounds, bounds],
+            [spec for place, spec in enumerate(specs) if place != 1],
+            [shape for place, shape in enumerate(shapes) if place != 1],
+            warps=self.settings.parts_warps,
+            block=self.settings.parts_columns,
+        )(query, key, inverse, sums, beta, first, last)
+        return _Parts(from_state, None, *parts)
 
     def cut(self, array: jax.Array) -> jax.Array:
         """Something of tokens or of chunks: each piece a row of its own."""
@@ -431,8 +473,16 @@ class _Calls:
             return self.whole(first), self.whole(second)
         return self.whole(first), second.reshape(self.batch, self.pieces, *second.shape[1:])[:, -1]
 
-    def scan_back(self, parts: _Parts, products, inverse, output_gradient, leaving):
-        """Gradients of the states that leave the chunks, (I + L)^-T of those of what is written, of the first state."""
+    def states(self, parts: _Parts, value, beta, inverse, entering):
+        """States that enter the chunks, and what the tokens write as a sum of two parts."""
+        tokens = parts.from_state, value, beta, inverse, parts.writing, parts.kept
+        return [self.whole(array) for array in _states_on_hopper(None, *map(self.cut, tokens), entering)]
+
+    def scan_back(self, parts: _Parts, products, inverse, output_gradient, leaving, *value_and_beta):
+        """Gradients of the states that leave the chunks, (I + L)^-T of those of what is written, of the first state.
+
+        On Hopper with value and beta also the gradient of the value, and of beta by the value.
+        """
         arguments = [
             ("keys", parts.from_state),
             ("keys", parts.reading),
@@ -448,74 +498,60 @@ class _Calls:
         states = ("states", self.shape(1, chunks, self.heads, self.key_width, self.value_width))
         results = [states, tokens, self.state(self.value_width)]
         if self.is_on_hopper:
-            states, solved, initial = _scan_back_on_hopper(None, *self.cut_all(arguments))
+            of_value = map(self.cut, value_and_beta)
+            states, solved, initial, *rest = _scan_back_on_hopper(None, *self.cut_all(arguments), *of_value)
         else:
-            states, solved, initial = self.scan_call(scan_kernels.scan_back, arguments, results)
+            states, solved, initial, *rest = self.scan_call(scan_kernels.scan_back, arguments, results)
         initial = initial.reshape(self.batch, self.pieces, *initial.shape[1:])[:, 0]
-        return self.whole(states), self.whole(solved), initial
+        return self.whole(states), self.whole(solved), initial, *map(self.whole, rest)
 
-    def gradients_on_hopper(
-        self, query, key, value, sums, depth, beta, first, last, states, state_gradients, written, solved, *of_output
+    def gradients(
+        self, query, key, sums, depth, beta, first, last, states, state_gradients, written, solved, *of_values
     ):
-        del depth
-        query_gradient, key_gradient, decay_gradient, by_key = _gradients_on_hopper(
-            not self.decay_width,
-            query,
-            key,
-            sums,
-            beta,
-            first,
-            last,
-            states,
-            state_gradients,
-            written,
-            solved,
-            *of_output,
+        """Of query, key and decay, and of beta by the keys."""
+        of_chunks = states, state_gradients, written, solved, *of_values
+        token, chunk, keys, bounds = self.chunk_specs(self.looked_at)
+        width, values = self.key_width, token(self.value_width)
+        decay, state = token(*self.decay_width), chunk(width, self.value_width)
+        specs = [keys, keys, decay, token(), token(), bounds, bounds, state, state, values, values, values]
+        result_specs = [token(width), token(width), decay, token()]
+        narrow, wide = self.tokens(width), self.tokens(dtype=jnp.float32)
+        call = functools.partial(
+            self.call,
+            grid=(self.heads, self.chunks // (self.looked_at or 1), self.batch),
+            out_specs=result_specs,
+            out_shape=[narrow, narrow, self.tokens(*self.decay_width, dtype=jnp.float32), wide],
+            warps=self.settings.gradient_warps,
+            block=self.settings.gradient_columns,
         )
+        if not self.is_on_hopper:
+            arguments = query, key, sums, depth, beta, first, last, *of_chunks
+            results = call(chunk_kernels.gradients, in_specs=specs, aliases={2: 2})(*arguments)
+        elif not self.decay_width:
+            results = _gradients_on_hopper(True, query, key, sums, beta, first, last, *of_chunks)
+        else:
+            is_deep = self.is_deep(depth)
+            of_hopper = query, key, sums, beta, first, last, *of_chunks, jnp.stack([is_deep] * 4, axis=-1)
+            query_gradient, key_gradient, sums, by_key = _gradients_on_hopper(False, *of_hopper)
+            again = call(
+                chunk_kernels.gradients_again,
+                in_specs=[*specs, chunk(), *result_specs[:2], token()],
+                aliases={2: 2, 13: 0, 14: 1, 15: 3},
+            )
+            arguments = query, key, sums, depth, beta, first, last, *of_chunks
+            results = again(*arguments, is_deep, query_gradient, key_gradient, by_key)
+        return results
+
+    def value_gradients(self, value, beta, solved, by_key):
+        """Of value and beta."""
         token, *_ = self.chunk_specs()
         values = token(self.value_width)
-        value_gradient, beta_gradient = self.call(
+        return self.call(
             chunk_kernels.value_gradients,
             (self.heads, self.chunks, self.batch),
             [values, token(), values, token()],
             [values, token()],
             [self.tokens(self.value_width), self.tokens(dtype=jnp.float32)],
             warps=self.settings.gradient_warps,
+            aliases={2: 0},
         )(value, beta, solved, by_key)
-        return [query_gradient, key_gradient, value_gradient, decay_gradient, beta_gradient]
-
-    def gradients(self, query, key, value, sums, depth, beta, first, last, states, state_gradients, *of_values):
-        token, chunk, keys, bounds = self.chunk_specs()
-        width, values = self.key_width, token(self.value_width)
-        decay = token(*self.decay_width)
-        state, square = chunk(width, self.value_width), chunk(CHUNK, CHUNK)
-        *gradients, _, _ = self.call(
-            chunk_kernels.gradients,
-            (self.heads, self.chunks, self.batch),
-            [keys, keys, values, decay, token(), token(), bounds, bounds, state, state, values, values, values],
-            [token(width), token(width), values, decay, token(), square, square],
-            [
-                self.tokens(width),
-                self.tokens(width),
-                self.tokens(self.value_width),
-                self.tokens(*self.decay_width, dtype=jnp.float32),
-                self.tokens(dtype=jnp.float32),
-                self.of_chunks(CHUNK, CHUNK),
-                self.of_chunks(CHUNK, CHUNK),
-            ],
-            warps=self.settings.gradient_warps,
-            block=self.settings.gradient_columns,
-        )(
-            query,
-            key,
-            value,
-            sums,
-            depth,
-            beta,
-            first,
-            last,
-            states,
-            state_gradients,
-            *of_values,
-        )
-        return gradients

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels import launcher
-from pallas_kernels.linear_attention import hopper, hopper_prepare, hopper_scalar, hopper_scan, pallas_triton
+from pallas_kernels.linear_attention import (
+    hopper,
+    hopper_prepare,
+    hopper_scalar,
+    hopper_scan,
+    hopper_states,
+    pallas_triton,
+)
 from pallas_kernels.linear_attention.documents import document_starts
 
 SETTINGS = pallas_triton.Settings(interpret=True, prepare_columns=128, gradient_columns=128, scan_width=128)
@@ -37,10 +44,7 @@ def arguments_and_expected(narrow, wide, segments):
     states, written = call.scan(parts, products, state, keep_states=True)
     state_gradients, solved, _ = call.scan_back(parts, products, inverse, output_gradient, last_gradient)
     of_chunks = states, state_gradients, written, solved, output_gradient
-    tokens = query, key, value, sums, depth, beta, first, last
-    query_gradient, key_gradient, _, decay_gradient, beta_gradient = call.gradients(*tokens, *of_chunks)
-    by_value = jnp.sum(solved.astype(jnp.float32) * value.astype(jnp.float32), axis=3)
-    expected = query_gradient, key_gradient, decay_gradient, beta_gradient - by_value
+    expected = call.gradients(query, key, sums, depth, beta, first, last, *of_chunks)
     return (query, key, sums, beta, first, last, *of_chunks), expected
 
 
@@ -59,6 +63,11 @@ def test_gradients_are_those_of_the_kernels_of_triton(documents, is_scalar):
     narrow, (log_decay, *wide), segments = draw(documents, 1)
     log_decay = log_decay[..., 0] if is_scalar else log_decay
     arguments, expected = arguments_and_expected(narrow, [log_decay, *wide], segments)
+    if is_scalar:  # takes what tokens write in two parts
+        *before, written, solved, output_gradient = arguments
+        arguments = *before, written / 2, solved, output_gradient, written / 2
+    else:
+        arguments = *arguments, jnp.zeros((1, segments.shape[1] // 64, 1, 4), jnp.int32)
     with launcher.simulated():
         found = jax.jit((hopper_scalar if is_scalar else hopper).gradients)(*arguments)
     assert_near(found, expected, ("query", "key", "decay", "beta"), 2e-3)
@@ -81,13 +90,33 @@ def carried_by_triton(narrow, wide, segments):
 
 @pytest.mark.slow
 def test_states_are_carried_as_by_the_kernels_of_triton():
-    forward, results, back, gradients = carried_by_triton(*draw([20, 28, 1, 79, 128], 1))
+    narrow, wide, segments = draw([20, 28, 1, 79, 128], 1)
+    of_value = narrow[2], wide[1]
+    forward, results, back, gradients = carried_by_triton(narrow, wide, segments)
     with launcher.simulated():
         output, last = jax.jit(lambda *arrays: hopper_scan.scan(*arrays, keep_states=False))(*forward)
         states, written = jax.jit(lambda *arrays: hopper_scan.scan(*arrays, keep_states=True))(*forward)
-        found = jax.jit(hopper_scan.scan_back)(*back)
+        found = jax.jit(hopper_scan.scan_back)(*back, *of_value)
     assert_near((output, last, states, written), results, ("output", "last", "states", "written"), 2e-3)
-    assert_near(found, gradients, ("state gradients", "solved", "first"), 2e-3)
+    assert_near(found[:3], gradients, ("state gradients", "solved", "first"), 2e-3)
+    value, beta = (np.asarray(array, np.float64) for array in of_value)
+    solved = np.asarray(gradients[1], np.float64)
+    assert_near(found[3:], (beta[..., None] * solved, np.sum(solved * value, axis=3)), ("value", "beta"), 4e-3)
+
+
+@pytest.mark.slow
+def test_what_tokens_write_is_told_to_the_digits_of_float32():
+    narrow, (log_decay, beta, *states), segments = draw([20, 28, 1, 79], 1)
+    forward, results, back, _ = carried_by_triton(narrow, [log_decay[..., 0], beta, *states], segments)
+    (from_state, *_, writing, kept, _, state), inverse, value = forward, back[5], narrow[2]
+    with launcher.simulated():
+        found = jax.jit(hopper_states.states)(from_state, value, beta, inverse, writing, kept, state)
+    assert_near(found[:2], results[2:], ("states", "written"), 4e-3)
+    of_chunks = jnp.float32(from_state), jnp.float32(value) * beta[..., None], sum(map(jnp.float32, found[1:]))
+    from_state, value, written = (array.reshape(1, 2, 64, 1, 128) for array in of_chunks)
+    from_value = jnp.einsum("bnhts,bnshv->bnthv", jnp.float32(inverse), value, precision="highest")
+    erased = jnp.einsum("bnthk,bnhkv->bnthv", from_state, jnp.float32(found[0]), precision="highest")
+    assert_near([written], [from_value - erased], ["written"], 2e-5)
 
 
 @jax.jit
@@ -109,7 +138,7 @@ def test_what_tokens_read_and_write_is_that_of_the_kernels_of_triton(is_scalar):
     with launcher.simulated():
         products, inverse, sums, depth, parts = jax.jit(hopper_prepare.prepare)(*arguments)
     assert is_scalar or 0 < float(depth.max()) < 110
-    names = ("products", "inverse", "sums", "from state", "from value", "reading", "writing", "kept")
+    names = ("products", "inverse", "sums", "from state", "from value", "writing", "reading", "kept")
     assert_near((products, inverse, sums, *parts), expected, names, 1e-3)
 
 

@@ -1,0 +1,170 @@
+"""States that enter chunks and what tokens write, to more digits, in Pallas Mosaic GPU for Hopper.
+
+Like `hopper_scan.scan` with `keep_states`; but what tokens would write without a state, (I + L)^-1 beta value, is made
+here by a warpgroup of its own and stays float32, and what they write is told by two numbers in bfloat16. The gradient
+of one decay a head needs that: one number a token, a sum over channels whose terms cancel.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import launcher
+from pallas_kernels.linear_attention import hopper_tiles as tiles
+from pallas_kernels.linear_attention.chunk_kernels import CHUNK
+from pallas_kernels.linear_attention.hopper_scan import (
+    AHEAD,
+    BEHIND,
+    HALVES,
+    WIDTH,
+    Ring,
+    half_of,
+    kept_by,
+    kept_of_channels,
+    launch,
+    place_of,
+    read_state,
+)
+from pallas_kernels.linear_attention.hopper_tiles import HALF
+
+
+def states(from_state, value, beta, inverse, writing, kept, state):
+    """The states that enter chunks [B, N, H, K, V] and what tokens write [B, S, H, V], high and low part."""
+    batch, length, heads, _ = value.shape
+    chunks = length // CHUNK
+    narrow, wide = jnp.bfloat16, jnp.float32
+
+    def body(
+        from_state, value, beta, inverse, writing, kept, state, states_out, high_out, low_out,
+        *, from_state_smem, writing_smem, kept_smem, value_smem, low_value_smem, beta_smem, inverse_smem, solved_smem,
+        narrow_smem, high_smem, low_smem, edge_smem, carry_in, carry_out, value_in, value_out, solved_in, solved_out,
+        edge_in,
+    ):  # fmt: skip
+        warpgroup, (row, head, columns) = lax.axis_index("warpgroup"), place_of(heads)
+        carrying, solving = Ring(AHEAD, carry_in, carry_out), Ring(BEHIND, value_in, value_out)
+        solved = Ring(BEHIND, solved_in, solved_out)
+
+        def tokens(chunk):
+            return pl.ds(chunk * CHUNK, CHUNK)
+
+        def load(step, _):
+            def of_values(slot, barrier):
+                plgpu.copy_gmem_to_smem(value.at[row, tokens(step), head, columns], value_smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(inverse.at[row, step, head], inverse_smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(beta.at[row, head, tokens(step)], beta_smem.at[slot], barrier)
+
+            def of_carry(slot, barrier):
+                for source, target in ((from_state, from_state_smem), (writing, writing_smem)):
+                    plgpu.copy_gmem_to_smem(source.at[row, tokens(step - 1), head], target.at[slot], barrier)
+                for half in HALVES:
+                    source = kept.at[row, step - 1, head, half_of(half)]
+                    plgpu.copy_gmem_to_smem(source, kept_smem.at[slot, half], barrier)
+
+            solving.fill(step, chunks, of_values)
+            carrying.fill(step - 1, chunks, of_carry)
+            return ()
+
+        def solve(chunk, _):
+            slot = solving.slot(chunk)
+            solving.wait(chunk)
+            values = tiles.matrix(value_smem.at[slot]).astype(wide) * tiles.down(tiles.row(beta_smem.at[slot]))
+            for ref, part in zip((value_smem.at[slot], low_value_smem), tiles.parts(values, 2), strict=True):
+                ref[...] = part
+            plgpu.commit_smem()
+            factors = [(inverse_smem.at[slot], ref) for ref in (value_smem.at[slot], low_value_smem)]
+            values = tiles.product(*factors)
+            plgpu.commit_smem()  # every warp has read all
+            solving.release(chunk)
+
+            @pl.when(chunk >= BEHIND)
+            def _():
+                plgpu.barrier_wait(solved_out.at[slot])
+
+            solved_smem[slot] = values
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(solved_in.at[slot])
+            return ()
+
+        def carry(chunk, halves):
+            slot = carrying.slot(chunk)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for half in HALVES:
+                narrow_smem[half] = halves[half].astype(narrow)
+            plgpu.commit_smem()
+            for half in HALVES:
+                target = states_out.at[row, chunk, head, half_of(half), columns]
+                plgpu.copy_smem_to_gmem(narrow_smem.at[half], target)
+            carrying.wait(chunk)
+            factors = [(from_state_smem.at[slot, :, half_of(half)], narrow_smem.at[half]) for half in HALVES]
+            erased = tiles.product(*factors)
+            solved.wait(chunk)
+            written = tiles.matrix(solved_smem.at[solved.slot(chunk)]) - erased
+            solved.release(chunk)
+            for ref, part in zip((high_smem, low_smem), tiles.parts(written, 2), strict=True):
+                ref[...] = part
+            plgpu.commit_smem()
+            for ref, target in ((high_smem, high_out), (low_smem, low_out)):
+                plgpu.copy_smem_to_gmem(ref, target.at[row, tokens(chunk), head, columns])
+            halves = tiles.accumulate(
+                [halves[half] * kept_by(kept_smem.at[slot], half) for half in HALVES],
+                [[(tiles.turned(writing_smem.at[slot, :, half_of(half)]), high_smem)] for half in HALVES],
+            )
+            carrying.release(chunk)
+            return halves
+
+        @pl.when(warpgroup == 0)
+        def _():
+            plgpu.set_max_registers(208, action="increase")
+            halves = read_state(state.at[row, head, :, columns], edge_smem, edge_in)
+            lax.fori_loop(0, chunks, carry, halves)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == 1)
+        def _():
+            plgpu.set_max_registers(168, action="decrease")
+            lax.fori_loop(0, chunks, solve, ())
+            solved.drain(chunks)
+
+        @pl.when(warpgroup == 2)
+        def _():
+            plgpu.set_max_registers(24, action="decrease")
+            lax.fori_loop(0, chunks + 1, load, ())
+            solving.drain(chunks)
+            carrying.drain(chunks)
+
+    tokens_shape = jax.ShapeDtypeStruct((batch, length, heads, WIDTH), narrow)
+    buffer = functools.partial(launcher.swizzled, dtype=narrow)
+    return launch(
+        body,
+        (from_state, value, jnp.moveaxis(beta, 1, 2), inverse, writing, kept_of_channels(kept), state),
+        [jax.ShapeDtypeStruct((batch, chunks, heads, WIDTH, WIDTH), narrow), tokens_shape, tokens_shape],
+        heads,
+        scratch={
+            "from_state_smem": buffer((AHEAD, CHUNK, WIDTH)),
+            "writing_smem": buffer((AHEAD, CHUNK, WIDTH)),
+            "kept_smem": plgpu.SMEM((AHEAD, 2, HALF), wide),
+            "value_smem": buffer((BEHIND, CHUNK, HALF)),
+            "low_value_smem": buffer((CHUNK, HALF)),
+            "beta_smem": plgpu.SMEM((BEHIND, CHUNK), wide),
+            "inverse_smem": buffer((BEHIND, CHUNK, CHUNK)),
+            "solved_smem": launcher.swizzled((BEHIND, CHUNK, HALF), wide),
+            "narrow_smem": buffer((2, HALF, HALF)),
+            "high_smem": buffer((CHUNK, HALF)),
+            "low_smem": buffer((CHUNK, HALF)),
+            "edge_smem": launcher.swizzled((HALF, HALF), wide),
+        },
+        barriers={
+            "carry_in": (4, AHEAD),
+            "carry_out": (1, AHEAD),
+            "value_in": (3, BEHIND),
+            "value_out": (1, BEHIND),
+            "solved_in": (1, BEHIND),
+            "solved_out": (1, BEHIND),
+            "edge_in": (1, 1),
+        },
+        name="states_and_writes",
+    )
