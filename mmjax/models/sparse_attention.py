@@ -16,6 +16,7 @@ from mmjax.parallel import context
 from mmjax.parallel.fsdp import make_varying, varying_like
 from pallas_kernels.sparse_attention.api import (
     cached_attention,
+    has_loss_kernels,
     indexer_loss,
     select_cached_keys,
     select_keys,
@@ -167,9 +168,10 @@ class LatentAttention(nnx.Module):
         loss = varying_like(jnp.zeros((), at_least_float32(dtype)), inputs)
         if index is not None:
             if indices is None:
-                # Kernels take the loss over latents.
-                query = self._absorbed(nope_query, shared_query)
-                key = jnp.concatenate([latent, shared_key], axis=-1)[:, :, None]
+                shared = jnp.concatenate([latent, shared_key], axis=-1)
+                if has_loss_kernels(*index[:2], query, shared):
+                    # They take latents. Elsewhere the keys of the heads are the narrower ones.
+                    query, key = self._absorbed(nope_query, shared_query), shared[:, :, None]
             loss = indexer_loss(
                 *index,
                 query,

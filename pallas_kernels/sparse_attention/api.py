@@ -1,5 +1,6 @@
 """Attention of packed documents, and DeepSeek sparse attention: selection of keys, attention over them, its loss."""
 
+import logging
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -180,7 +181,8 @@ def selected_attention(
     Holes (index -1) are left out; a query with holes only gives zeros. Indices of a query are distinct. Scores, softmax
     and sums are in at least float32, the result in the dtype of `query`. `xla` gathers the latents of
     `query_chunk_tokens` queries at a time. The latents' gradient adds up over queries; in `pallas` in whatever order
-    they come, or, if `is_deterministic`, in integers, bitwise the same every time.
+    they come, or, if `is_deterministic`, in integers, bitwise the same every time; where the kernels cannot be used, a
+    warning says once that they are not.
 
     Raises:
       ValueError: `pallas` is asked for and cannot take these arguments; the message says why.
@@ -188,7 +190,7 @@ def selected_attention(
     Source: DeepSeek-V3.2-Exp report, section 2.1; absorbed form, DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
     """
     reason = hopper.reason_against_attention(query, latent, value_width)
-    match _choose("selected_attention", implementation, reason):
+    match _choose("selected_attention", implementation, reason, is_deterministic=is_deterministic):
         case "pallas":
             options = hopper.Options(scale, value_width, is_deterministic)
             return Selected(*hopper.selected_attention(options, query, latent, indices))
@@ -243,7 +245,7 @@ def indexer_loss(
     reason = f"needs latents that all heads share, got {key.shape[2]} key heads"
     if key.shape[2] == 1:
         reason = hopper.reason_against_loss(index_query, index_key, query, key)
-    implementation = _choose("indexer_loss", implementation, reason)
+    implementation = _choose("indexer_loss", implementation, reason, is_deterministic=is_deterministic)
     if implementation == "pallas":
         options: dict[str, Any] = {"scale": scale, "head_axis": head_axis, "is_deterministic": is_deterministic}
         arrays = index_query, index_key, head_weight, query, key[:, :, 0]
@@ -257,12 +259,26 @@ def indexer_loss(
     return xla.indexer_loss(*arrays, scale=scale, head_axis=head_axis, query_chunk_tokens=query_chunk_tokens)
 
 
+def has_loss_kernels(index_query: Any, index_key: Any, query: Any, latent: Any) -> bool:
+    """Whether `indexer_loss` of heads `query` [..., H, any] over latents [..., L] that all share runs in kernels.
+
+    It decides which keys to give the loss over all keys: latents, or, three times narrower, those of the heads.
+    """
+    return hopper.reason_against_loss(index_query, index_key, query, latent) is None
+
+
 def _choose(
-    operation: str, implementation: Implementation, reason: str | None
+    operation: str, implementation: Implementation, reason: str | None, *, is_deterministic: bool = False
 ) -> Literal["pallas", "xla", "reference"]:
     """The implementation to use, where `reason` speaks against the kernels."""
     if implementation == "auto":
         launcher.log_once(f"{operation}: {'pallas' if reason is None else f'xla (pallas {reason})'}")
+        if is_deterministic and reason is not None:
+            launcher.log_once(
+                f"{operation}: gradients of keys are not summed in integers, as deterministic ones are, since pallas"
+                f" {reason}; xla sums them in the same order every time on a CPU, in any on a GPU",
+                logging.WARNING,
+            )
         return "pallas" if reason is None else "xla"
     if implementation == "pallas" and reason is not None:
         raise ValueError(f"implementation 'pallas' of {operation} {reason}; 'auto' takes one that can")

@@ -18,7 +18,8 @@ from pallas_kernels.sparse_attention import tiles
 ROWS = 256
 """Heads of all queries of a tile: they stay in shared memory while keys pass."""
 PART = 128
-"""Heads in one product."""
+"""Heads in one product where a query has few: the next one runs while the sums of this one are taken. Of more heads all
+are in one product, which reads the keys once."""
 PARTS = 2
 """Warpgroups that multiply."""
 KEYS = PARTS * tiles.ROWS
@@ -45,6 +46,7 @@ def index_scores(
     """
     num_queries, num_heads, width = index_query.shape
     group = ROWS // num_heads  # Queries of a tile.
+    part = PART if num_heads < 64 else ROWS
     num_groups = pl.cdiv(num_queries, group)
     missing = num_groups * group - num_queries
     rows = jnp.pad(index_query, ((0, missing), (0, 0), (0, 0))).reshape(-1, width)
@@ -127,6 +129,10 @@ def index_scores(
                 tile, start, steps = place(step)
                 plgpu.barrier_wait(rows_filled)
 
+                parts = [pl.ds(start, part) for start in range(0, ROWS, part)]
+                # In registers, for all keys.
+                weights = [launcher.load(weight_smem.at[own], plgpu.Layout.WGMMA.reduce(0)) for own in parts]
+
                 def multiply(k, number):
                     slot = lax.rem(number, jnp.int32(STAGES))
                     plgpu.barrier_wait(filled.at[slot])
@@ -134,19 +140,20 @@ def index_scores(
                     own = keys_smem.at[slot, own_keys]
                     scale = None if scales_smem is None else tiles.row(scales_smem.at[slot, own_keys])
                     target = pl.ds((start + k) * KEYS + warpgroup * tiles.ROWS, tiles.ROWS)
-                    for part in range(ROWS // PART):
-                        here = pl.ds(part * PART, PART)
-                        products = tiles.product(PART, (own, tiles.turned(rows_smem.at[here])))
-                        if part == ROWS // PART - 1:
+
+                    def sum_heads(turn, products):
+                        if turn == len(parts) - 1:
                             plgpu.barrier_arrive(emptied.at[slot])
-                        weights = launcher.load(weight_smem.at[here], plgpu.Layout.WGMMA.reduce(0))
                         # Twice the ReLU: additions are twice as fast as maxima.
-                        weighted = (products + jnp.abs(products)) * lax.broadcast_in_dim(weights, products.shape, (1,))
-                        for query in range(PART // num_heads):
+                        twice = products + jnp.abs(products)
+                        weighted = twice * lax.broadcast_in_dim(weights[turn], products.shape, (1,))
+                        for query in range(part // num_heads):
                             heads = weighted[:, query * num_heads : (query + 1) * num_heads]
-                            row = tile * group + part * (PART // num_heads) + query
                             scores = jnp.sum(heads, axis=1)
+                            row = tile * group + turn * (part // num_heads) + query
                             out_gmem[row, target] = scores if scale is None else scores * scale
+
+                    tiles.products_in_turn(part, [(own, tiles.turned(rows_smem.at[here])) for here in parts], sum_heads)
                     return number + 1
 
                 number = lax.fori_loop(0, steps, multiply, number)

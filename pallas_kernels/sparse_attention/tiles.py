@@ -1,6 +1,6 @@
 """Products and vectors of a warpgroup's tiles [64, columns], on Hopper's tensor cores or simulated."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -27,6 +27,23 @@ def product(columns: int, *factors: tuple[Any, Any]) -> jax.Array:
         return total[...]
 
     return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((ROWS, columns)))
+
+
+def products_in_turn(columns: int, factors: Sequence[tuple[Any, Any]], use: Callable[[int, jax.Array], None]) -> None:
+    """`use(turn, product)` of each product [64, C] @ [C, columns], while those after it are computed."""
+    if launcher.is_simulated():
+        for turn, factor in enumerate(factors):
+            use(turn, product(columns, factor))
+        return
+
+    def scope(*totals):
+        for total, (left, right) in zip(totals, factors, strict=True):
+            plgpu.wgmma(total, left, right)
+        for turn, total in enumerate(totals):
+            # What is done with a product must not be moved before the wait for it.
+            use(turn, lax.optimization_barrier(plgpu.wgmma_accumulator_load(total, wait_n=len(factors) - 1 - turn)))
+
+    pl.run_scoped(scope, *[plgpu.WGMMAAccumulatorRef((ROWS, columns)) for _ in factors])
 
 
 def accumulate(totals: Sequence[jax.Array], factors: Sequence[tuple[Any, Any]]) -> Sequence[jax.Array]:

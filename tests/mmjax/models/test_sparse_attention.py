@@ -123,6 +123,24 @@ def test_the_two_losses_train_disjoint_parameters(stage, query_rank):
     assert not np.asarray(indexer[1]).any()
 
 
+@pytest.mark.parametrize("stage", ["dense", "sparse"])
+def test_a_step_against_the_gradient_lowers_the_indexer_loss_by_as_much_as_it_says(one_device, stage):
+    """While all else, and so the attention to be learned, stays as it is, and the step is too small to select anew."""
+    with jax.enable_x64(True):
+        model = model_config(stage)
+        graph, state = split(model)
+        inputs, _ = inputs_and_cotangent()
+        _, before, _, (gradient, _) = run(model)
+        length = 1e-6
+        moved = jax.tree.map(lambda leaf, slope: leaf - length * slope, state, gradient)
+        after = jax.jit(one_device(lambda state: nnx.merge(graph, state)(inputs, GIVEN_SEGMENTS, GIVEN_SEGMENTS)[1]))(
+            moved
+        )
+        slope, fallen = float(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient))), float(before - after)
+    assert slope > 1e-3
+    np.testing.assert_allclose(fallen / length, slope, rtol=1e-4)
+
+
 @pytest.mark.parametrize("stage", ["none", "dense", "sparse"])
 def test_a_document_moves_nothing_of_another(one_device, stage):
     with jax.enable_x64(True):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import launcher
 from pallas_kernels.sparse_attention.api import attention, indexer_loss, select_keys, selected_attention
 
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0], [1, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3], [0] * 11], np.int32)
@@ -226,6 +227,23 @@ def test_indexer_loss_refuses_selected_keys_of_many_heads():
     *index, key = map(jnp.asarray, (*index_arrays(10), *normals(11, (ROWS, TOKENS, 2, 6))))
     with pytest.raises(ValueError, match="got 2 key heads"):
         indexer_loss(*index, key, key, GIVEN_SEGMENTS, jnp.asarray(random_selection(9, 3)), scale=1.0)
+
+
+def test_sums_that_should_be_deterministic_and_are_not_taken_in_integers_are_said_once(caplog):
+    query, latent = map(jnp.asarray, normals(14, (ROWS, TOKENS, 2, 6), (ROWS, TOKENS, 6)))
+    launcher.log_once.cache_clear()
+    for is_deterministic in (False, True, True):
+        selected_attention(
+            query,
+            latent,
+            jnp.asarray(random_selection(5, 3)),
+            scale=SCALE,
+            value_width=4,
+            is_deterministic=is_deterministic,
+        )
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "selected_attention: gradients of keys are not summed in integers" in warning.message
+    assert "needs a Hopper GPU" in warning.message
 
 
 def test_scores_of_all_queries_never_exist_at_one_time():

@@ -36,29 +36,34 @@ def draw_rows(rows, length, seed=0):
     return scores
 
 
-def test_the_best_of_every_range_are_found_and_of_equal_ones_the_first(monkeypatch):
+@pytest.mark.parametrize("top_k", [16, 64])
+def test_the_best_of_every_range_are_found_and_of_equal_ones_the_first(monkeypatch, top_k):
     monkeypatch.setattr(module, "PIECE", 64)
     monkeypatch.setattr(module, "LIST_PIECE", 32)
     monkeypatch.setattr(module, "SAMPLE", 32)
     monkeypatch.setattr(module, "KEPT", 64)
-    scores = np.concatenate([draw_rows(9, 700, seed) for seed in range(3)])
+    # Of no multiple of a piece.
+    scores = np.concatenate([draw_rows(9, 701, seed) for seed in range(3)])
     random = np.random.default_rng(3)
     first = np.concatenate([np.zeros(9), random.integers(0, 300, 18)]).astype(np.int32)
-    lengths = np.concatenate([np.full(9, 700), [0, 1, 15, 16, 17, 31, 32, 33, 64], random.integers(60, 400, 9)])
+    lengths = np.concatenate([np.full(9, 701), [0, 1, 15, 16, 17, 31, 32, 33, 64], random.integers(60, 400, 9)])
     end = (first + lengths).astype(np.int32)
-    found = top_k_of_rows(*map(jnp.asarray, (scores, first, end)), 16, interpret=True)
+    found = top_k_of_rows(*map(jnp.asarray, (scores, first, end)), top_k, interpret=True)
     assert found.dtype == jnp.int32
-    np.testing.assert_array_equal(found, best(scores, first, end, 16))
+    np.testing.assert_array_equal(found, best(scores, first, end, top_k))
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
-@pytest.mark.parametrize("length", [2048, 32768, 131072])
-def test_the_best_of_long_rows_are_found_on_a_gpu(length):
+@pytest.mark.parametrize(
+    ("length", "top_k"),
+    [(2048, 2048), (32768, 2048), (131072, 2048), (9001, 64), (20011, 4096), (70003, 4096), (130, 64)],
+)
+def test_the_best_of_long_rows_are_found_on_a_gpu(length, top_k):
     scores, random = draw_rows(64, length), np.random.default_rng(4)
     first = np.where(np.arange(64) < 20, 0, random.integers(0, length, 64)).astype(np.int32)
-    lengths = np.resize([length, length, 2047, 2048, 2049, 4096, 8192, 8193, 9999, 20000], 64)
+    lengths = np.resize([length, length, 63, 64, 65, 2047, 2048, 2049, 4096, 4097, 8192, 8193, 9999, 20000], 64)
     lengths[:9] = length
     end = np.minimum(first + lengths, length).astype(np.int32)
-    found = jax.jit(lambda *arrays: top_k_of_rows(*arrays, 2048))(*map(jnp.asarray, (scores, first, end)))
-    np.testing.assert_array_equal(found, best(scores, first, end, 2048))
+    found = jax.jit(lambda *arrays: top_k_of_rows(*arrays, top_k))(*map(jnp.asarray, (scores, first, end)))
+    np.testing.assert_array_equal(found, best(scores, first, end, top_k))
