@@ -38,5 +38,5 @@ def run() -> RunConfig:
         ),
         optimizer=OptimizerConfig(name="adamw", learning_rate=2e-4, warmup_steps=30, weight_decay=0.0),
         checkpoint=CheckpointConfig(every_steps=200),
-        training=TrainingConfig(steps=1000, eval_every_steps=0),
+        training=TrainingConfig(steps=1000, eval_every_steps=0, weights_in_place=True),
     )

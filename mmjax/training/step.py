@@ -227,10 +227,11 @@ def make_train_step(config: RunConfig, mesh: Mesh):
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
     options: dict[str, Any] = {}
-    if config.training.weights_in_place and mesh.devices.flat[0].platform != "cpu":
-        options["xla_gpu_enable_dynamic_slice_fusion"] = True
-    if config.training.exchanges_at_once > 1 and mesh.devices.flat[0].platform != "cpu":
-        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = config.training.exchanges_at_once
+    if mesh.devices.flat[0].platform != "cpu":
+        # Said either way: what XLA does by itself changed between versions.
+        options["xla_gpu_enable_dynamic_slice_fusion"] = config.training.weights_in_place
+        if config.training.exchanges_at_once > 1:
+            options["xla_gpu_experimental_parallel_collective_overlap_limit"] = config.training.exchanges_at_once
     return jax.jit(
         train_step,
         donate_argnums=0,

@@ -82,3 +82,14 @@ def test_steps_that_were_read_are_predicted_within_a_fifth():
     fit = fit_readings(readings)
     assert fit.steps and fit.worst_error < 0.2
     assert all(abs(step.error_from_others) < 0.2 for step in fit.steps)
+
+
+@pytest.mark.parametrize("model", ["llava15", "kimi_linear", "k3_slice"])
+def test_all_steps_of_a_model_left_out_of_the_fit_are_predicted_within_a_fifth(model):
+    readings = load(COMMITTED)
+    left_out = [step for step in readings.steps if step.name.startswith(model)]
+    others = tuple(step for step in readings.steps if step not in left_out)
+    rates = fit_readings(dataclasses.replace(readings, steps=others)).rates
+    assert left_out and others
+    fit = fit_readings(dataclasses.replace(readings, kernels=(), steps=tuple(left_out)), rates)
+    assert all(abs(step.published / step.seconds - 1) < 0.2 for step in fit.steps)
