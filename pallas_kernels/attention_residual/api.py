@@ -6,7 +6,7 @@ from typing import Literal
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import launcher
-from pallas_kernels.attention_residual import pallas_triton, xla
+from pallas_kernels.attention_residual import hopper, xla
 
 Implementation = Literal["auto", "pallas", "xla"]
 
@@ -29,7 +29,8 @@ def attention_residual(
     of the sources. Where `is_live` is False the last source takes no part: a running sum that is still zero. `is_live`
     [Z] says so of every source; the first always takes part.
     The sources are not stacked, so no copy of them is made. Of arrays of their size only they are kept for the backward
-    pass. `pallas` reads each once forward; "auto" takes it where it can, and says once what it took.
+    pass, and by `pallas` the result too, from which it takes what a source's gradient needs of the others. `pallas`
+    reads each source once forward and once backward; "auto" takes it where it can, and says once what it took.
 
     Raises:
       ValueError: no source, `is_live` given with no source besides the last, or the named implementation cannot take
@@ -42,10 +43,10 @@ def attention_residual(
     arguments = tuple(sources), norm_scale, query, is_live, epsilon
     if implementation == "xla":
         return xla.mix(*arguments)
-    reason = pallas_triton.reason_against(arguments[0])
+    reason = hopper.reason_against(arguments[0])
     if implementation == "auto":
         taken = "xla" if reason else "pallas"
         launcher.log_once(f"attention_residual: {taken}" + (f" (pallas {reason})" if reason else ""))
     elif reason is not None:
         raise ValueError(f"implementation 'pallas' of attention_residual {reason}; 'auto' takes one that can")
-    return pallas_triton.mix(*arguments) if reason is None else xla.mix(*arguments)
+    return hopper.mix(*arguments) if reason is None else xla.mix(*arguments)

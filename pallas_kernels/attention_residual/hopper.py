@@ -7,7 +7,7 @@ from one pass over it.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +22,12 @@ COLUMNS = 256
 WIDEST = 8192
 SHARED_BYTES = 227 * 1024
 """Shared memory of a multiprocessor that blocks divide among them, less 1 KiB for each."""
+BACKWARD_BLOCKS = 2
+"""Blocks on a multiprocessor, the fastest on an H200."""
 KINDS, MOST_SOURCES = 4, 32
 """Numbers kept of a token: its sources' shares, inverse lengths and what their own length takes off their gradients."""
 LOWEST = -1e30
 """The score of a source that takes no part: its share is 0 beside any other's."""
-
-
-class Settings(NamedTuple):
-    """How the kernels are launched: blocks on a multiprocessor."""
-
-    forward_blocks: int = 2
-    backward_blocks: int = 2
-
-
-class Options(NamedTuple):
-    """What a compiled kernel depends on beside its arrays."""
-
-    epsilon: float
-    settings: Settings
 
 
 def reason_against(sources: tuple[jax.Array, ...]) -> str | None:
@@ -64,7 +52,6 @@ def mix(
     query: jax.Array,
     is_live: jax.Array | None,
     epsilon: float,
-    settings: Settings = Settings(),  # noqa: B008  (immutable)
 ) -> jax.Array:
     """See `api.attention_residual`. Keeps sources and result for the backward pass, and 512 bytes of each token."""
     shape = sources[0].shape
@@ -74,22 +61,22 @@ def mix(
         live = live.at[-1].set(is_live.astype(jnp.int32)) if is_live.ndim == 0 else is_live.astype(jnp.int32)
     given = [source.reshape(-1, *direction.shape) for source in sources]
     *given, direction, live = launcher.vary_together(*given, direction, live)
-    mixed: Any = _mix(Options(epsilon, settings), tuple(given), direction, live)
+    mixed: Any = _mix(epsilon, tuple(given), direction, live)
     return mixed.reshape(shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(options: Options, sources, direction, live):
-    return _forward(options, sources, direction, live)[0]
+def _mix(epsilon: float, sources, direction, live):
+    return _forward(epsilon, sources, direction, live)[0]
 
 
-def _forward(options, sources, direction, live):
-    result, numbers = forward(options, sources, direction, live)
+def _forward(epsilon, sources, direction, live):
+    result, numbers = forward(epsilon, sources, direction, live)
     return result, (sources, direction, numbers, result)
 
 
-def _backward(options, saved, gradient):
-    *to_sources, sums = backward(options, *saved, gradient)
+def _backward(_, saved, gradient):
+    *to_sources, sums = backward(None, *saved, gradient)
     return tuple(to_sources), jnp.sum(sums, axis=0), None
 
 
@@ -175,7 +162,7 @@ def _launch(body, arguments, outputs, *, rows: int, blocks: int, scratch, name: 
 
 
 @launcher.traced_once
-def forward(options: Options, sources, direction, live):
+def forward(epsilon: float, sources, direction, live):
     """The mix [T, R, 256] of sources [T, R, 256], and numbers [T, 128] for the backward pass."""
     tokens, height, _ = sources[0].shape
     num_sources, width, layout = len(sources), height * COLUMNS, _layout(height * COLUMNS)
@@ -194,7 +181,7 @@ def forward(options: Options, sources, direction, live):
                 mixed, largest, total, scores, inverses = carry
                 is_live = (live_ref[place] != 0) | (place == 0)
                 value = rows.take(step * num_sources + place).astype(jnp.float32)
-                inverse = lax.rsqrt(jnp.sum(value * value) * (1 / width) + options.epsilon)
+                inverse = lax.rsqrt(jnp.sum(value * value) * (1 / width) + epsilon)
                 rows.release(step * num_sources + place)  # For the sum every thread has read it.
                 score = jnp.where(is_live, jnp.sum(value * direction) * inverse, LOWEST)
                 new_largest = jnp.maximum(largest, score)
@@ -226,18 +213,18 @@ def forward(options: Options, sources, direction, live):
             jax.ShapeDtypeStruct((tokens, KINDS * MOST_SOURCES), jnp.float32),
         ],
         rows=num_sources,
-        blocks=options.settings.forward_blocks,
+        blocks=min(4, max(2, 14336 // width)),  # As many as have registers; the fastest on an H200.
         scratch={},
         name="attention_residual_forward",
     )
 
 
 @launcher.traced_once
-def backward(options: Options, sources, direction, numbers, result, gradient):
+def backward(_, sources, direction, numbers, result, gradient):
     """Gradients of the sources and, by blocks, of the direction [blocks, R, 256]."""
     tokens, height, _ = sources[0].shape
     num_sources, layout = len(sources), _layout(height * COLUMNS)
-    blocks = min(options.settings.backward_blocks * launcher.num_multiprocessors(), tokens)
+    blocks = min(BACKWARD_BLOCKS * launcher.num_multiprocessors(), tokens)
 
     def body(*refs, buffers, filled, numbers_smem, numbers_in):
         taken, (direction_ref, numbers), (*to_sources, sums_ref) = (
@@ -302,7 +289,7 @@ def backward(options: Options, sources, direction, numbers, result, gradient):
         [jax.ShapeDtypeStruct(sources[0].shape, jnp.bfloat16)] * num_sources
         + [jax.ShapeDtypeStruct((blocks, height, COLUMNS), jnp.float32)],
         rows=num_sources + 2,
-        blocks=options.settings.backward_blocks,
+        blocks=BACKWARD_BLOCKS,
         scratch={
             "numbers_smem": plgpu.SMEM((2, KINDS * MOST_SOURCES), jnp.float32),
             "numbers_in": plgpu.Barrier(num_arrivals=1, num_barriers=2),

@@ -1,4 +1,4 @@
-"""Attention residuals at the widths of Kimi K3 and half of it, by the kernels and by XLA."""
+"""Attention residuals at the widths of Kimi K3, half of it and Kimi-Linear, by the kernels and by XLA."""
 
 from functools import partial
 
@@ -9,7 +9,10 @@ import numpy as np
 from pallas_kernels.attention_residual import xla
 from pallas_kernels.attention_residual.api import attention_residual
 
-SHAPES = {"N8192 D7168 L9": (8192, 7168, 9), "N16384 D4096 L8": (16384, 4096, 8)}
+SHAPES = {
+    f"N{tokens} D{width} L{sources}": (tokens, width, sources)
+    for tokens, width, sources in ((8192, 7168, 9), (8192, 7168, 4), (16384, 4096, 8), (16384, 2304, 5))
+}
 EPSILON = 1e-5
 
 
