@@ -13,6 +13,7 @@ from jax import lax
 
 from mmjax.axes import DATA_AXES
 from mmjax.parallel.fsdp import make_varying, varying_like
+from pallas_kernels.moe import api
 from pallas_kernels.moe.grouping import group_rows, starts
 
 
@@ -95,7 +96,7 @@ def place(slot: jax.Array, is_in: jax.Array, num_rows: int) -> Places:
 @jax.custom_vjp
 def take_rows(rows: jax.Array, places: Places) -> jax.Array:
     """The row of each place's token, `rows` [t, R] -> [N, R]; 0 in empty places."""
-    return _at(rows, places.choice // places.slot.shape[1])
+    return api.take_rows(rows, places.choice // places.slot.shape[1])
 
 
 def _take_forward(rows: jax.Array, places: Places) -> tuple[jax.Array, Places]:
@@ -103,9 +104,7 @@ def _take_forward(rows: jax.Array, places: Places) -> tuple[jax.Array, Places]:
 
 
 def _take_backward(places: Places, gradient: jax.Array) -> tuple[jax.Array, None]:
-    # In the order of the choices, in at least float32.
-    wide = np.promote_types(gradient.dtype, np.float32)
-    return jnp.sum(_at(gradient, places.slot).astype(wide), axis=1).astype(gradient.dtype), None
+    return api.add_rows(gradient, places.slot, dtype=gradient.dtype), None
 
 
 take_rows.defvjp(_take_forward, _take_backward)
@@ -114,7 +113,7 @@ take_rows.defvjp(_take_forward, _take_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def add_rows(values: jax.Array, places: Places, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Sum over a of values[slot[t, a]], `values` [N, R] -> [t, R] in `dtype`, in order."""
-    return jnp.sum(_at(values, places.slot).astype(dtype), axis=1)
+    return api.add_rows(values, places.slot, dtype=dtype)
 
 
 def _add_rows_forward(values: jax.Array, places: Places, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, tuple]:
@@ -151,7 +150,7 @@ take_choices.defvjp(_take_choices_forward, _take_choices_backward)
 @jax.custom_vjp
 def add_choices(values: jax.Array, weight: jax.Array, places: Places) -> jax.Array:
     """Sum over a of weight[t, a] values[slot[t, a]], `values` [N, R] -> [t, R] in the dtype of `weight`, in order."""
-    return jnp.sum(weight[:, :, None] * _at(values, places.slot).astype(weight.dtype), axis=1)
+    return api.add_rows(values, places.slot, weight, dtype=weight.dtype)
 
 
 def _add_forward(values: jax.Array, weight: jax.Array, places: Places) -> tuple[jax.Array, tuple]:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import launcher
 from pallas_kernels.gated_activation.api import Activation
 from pallas_kernels.moe import copying, hopper, reference, xla
+from pallas_kernels.moe import rows as row_kernels
 from pallas_kernels.moe.mxfp4 import PackedWeight
 
 Scoring = Literal["sigmoid", "softmax"]
@@ -172,6 +173,45 @@ def routed_experts(
     outputs = form.expert_mlp(copies, index.reshape(-1), gate, up, down, **settings, adapters=factors)
     outputs = outputs.reshape(*index.shape, -1).astype(weight.dtype)
     return jnp.einsum("ta,tar->tr", weight, outputs)
+
+
+def take_rows(
+    values: Float[Array, "T R"], token: Int32[Array, " N"], *, implementation: Implementation = "auto"
+) -> Float[Array, "N R"]:
+    """`values[token]`, 0 for a token beyond their end. No gradient: that of taking is adding up, and the reverse.
+
+    Raises:
+      ValueError: the named implementation cannot take these arguments; the message says why.
+    """
+    if _choose("take_rows", implementation, row_kernels.reason_against(values, token.size)) == "pallas":
+        return row_kernels.take_all(None, *launcher.vary_together(values, token))
+    return values.at[token].get(mode="fill", fill_value=0)
+
+
+def add_rows(
+    values: Float[Array, "N R"],
+    slot: Int32[Array, "T A"],
+    weight: Float[Array, "T A"] | None = None,
+    *,
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation = "auto",
+) -> Float[Array, "T R"]:
+    """Each token's rows added up in order, in at least float32, given in `dtype`. No gradient.
+
+        out[t] = sum_a weight[t, a] * values[slot[t, a]]         weight 1 if there is none; a slot beyond the end adds 0
+
+    Raises:
+      ValueError: the named implementation cannot take these arguments; the message says why.
+    """
+    reason = row_kernels.reason_against(values)
+    if weight is not None and weight.dtype != jnp.float32:
+        reason = reason or f"needs float32 weights, got {weight.dtype}"
+    if _choose("add_rows", implementation, reason) == "pallas":
+        given = launcher.vary_together(values, slot, *(() if weight is None else (weight,)))
+        return row_kernels.add_all(jnp.dtype(dtype), *given, *((None,) if weight is None else ()))
+    wide = np.promote_types(values.dtype if weight is None else weight.dtype, np.float32)
+    taken = values.at[slot].get(mode="fill", fill_value=0).astype(wide)
+    return jnp.sum(taken if weight is None else weight[:, :, None] * taken, axis=1).astype(dtype)
 
 
 def _run_kernels(settings, rows, index, weight, gate, up, down, adapters) -> jax.Array:

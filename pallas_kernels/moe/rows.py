@@ -19,6 +19,29 @@ def _layout(width: int):
     return plgpu.Layout.WG_STRIDED((width,), vec_size=math.gcd(width // 128, 8))
 
 
+def reason_against(rows: jax.Array, num_taken: int = 0) -> str | None:
+    """Why the kernels cannot copy from `rows` [N, R] so many of them, or add rows up; None if they can."""
+    if not launcher.is_hopper():
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if rows.dtype != jnp.bfloat16:
+        return f"needs bfloat16 rows, got {rows.dtype}"
+    if rows.shape[1] % 128:
+        return f"needs a width that is a multiple of 128, got {rows.shape[1]}"
+    return f"takes multiples of {UNROLLED} rows, got {num_taken}" if num_taken % UNROLLED else None
+
+
+@launcher.traced_once
+def take_all(_: None, rows: jax.Array, token: jax.Array) -> jax.Array:
+    """`take_rows` of every token, as many as a multiple of `UNROLLED`."""
+    return take_rows(rows, token, jnp.full((1,), token.size // UNROLLED, jnp.int32), UNROLLED)
+
+
+@launcher.traced_once
+def add_all(dtype: jnp.dtype, values: jax.Array, slot: jax.Array, weight: jax.Array | None) -> jax.Array:
+    """`add_choices` in `dtype`."""
+    return add_choices(values, slot, weight, dtype)
+
+
 def take_rows(rows: jax.Array, token: jax.Array, num_blocks: jax.Array, block: int) -> jax.Array:
     """`rows[token]` [N, R] where `token` [N] is below the number of rows, else 0. Only `num_blocks` [1] are written."""
     num_tokens, width = rows.shape
@@ -46,13 +69,15 @@ def take_rows(rows: jax.Array, token: jax.Array, num_blocks: jax.Array, block: i
     )[0]
 
 
-def add_choices(values: jax.Array, slot: jax.Array, weight: jax.Array | None) -> jax.Array:
+def add_choices(
+    values: jax.Array, slot: jax.Array, weight: jax.Array | None, dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
     """Sum over a of weight[t, a] values[slot[t, a]] in order, in float32. A slot beyond the values gives nothing.
 
-    `values` [N, R], `slot` [T, A] int32, `weight` [T, A] float32 or None for 1. Returns [T, R] in the dtype of
-    `weight`, or of `values` where there is none.
+    `values` [N, R], `slot` [T, A] int32, `weight` [T, A] float32 or None for 1. Returns [T, R] in `dtype`, or else in
+    that of `weight`, or of `values` where there is none.
     """
-    dtype = values.dtype if weight is None else weight.dtype
+    dtype = dtype or (values.dtype if weight is None else weight.dtype)
     num_slots, width = values.shape
     num_tokens, num_choices = slot.shape
     layout = _layout(width)
