@@ -55,8 +55,8 @@ def run_schedule(
     passes need the inputs of their stages too.
 
     With latency 2 what a tick computed travels during the next tick: neither waits for the other. All arrays of a
-    message go as one over all borders then, and where forward and backward passes take turns, each tick sends in one
-    direction alone: of several exchanges at a time XLA hides one. With latency 1 an array crosses those borders only
+    message go as one over all borders then, since XLA has few permutations under way at a time; where forward and
+    backward passes take turns, each tick sends in one direction alone. With latency 1 an array crosses those borders only
     behind which it is needed. Inputs stay in a buffer of as many slots as the schedule needs, from their arrival until
     their last use.
     """

@@ -26,7 +26,13 @@ from mmjax.training.pipeline_stages import WORK_AXES, Stages, stages_of
 
 def split_rows(batch: Batch, number: int) -> Batch:
     """[b, ...] -> [number, b / number, ...] of each field."""
-    return jax.tree.map(lambda array: array.reshape(number, array.shape[0] // number, *array.shape[1:]), batch)
+
+    def split(array: jax.Array) -> jax.Array:
+        shape = number, array.shape[0] // number, *array.shape[1:]
+        # XLA of jax 0.11 ends the process where devices are given an empty array that a loop reads: made here, none is.
+        return array.reshape(shape) if array.size else varying_like(jnp.zeros(shape, array.dtype), array)
+
+    return jax.tree.map(split, batch)
 
 
 class _Totals(NamedTuple):
