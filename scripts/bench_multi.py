@@ -25,6 +25,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jax
 from multi_benchmarks.cases import Case, cases_for
 from multi_benchmarks.report import print_report
 from multi_benchmarks.runner import Outcome, Runner
@@ -130,6 +131,8 @@ def write(outcomes: list[Outcome], path: Path, num_devices: int) -> None:
 def run_case(case: Case, options: argparse.Namespace) -> None:
     """What a process of one case does."""
     module = importlib.import_module(f"multi_benchmarks.{case.module}")
+    # XLA spends long on notes of where each operation was traced.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     session = Session(options.shared, options.devices, is_tiny=options.tiny, output=options.output)
     try:
         module.run(session, case.name, **case.arguments)

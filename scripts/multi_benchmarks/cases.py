@@ -53,11 +53,15 @@ def cases_for(number: int) -> list[Case]:
         cases.append(Case(part="links", name="links", module="links", seconds=40))
     for model in MODELS:
         cases += [_step(model, mesh) for mesh in ["", *meshes[:1]]]
+    if number > 1:
+        # GPUs differ, and a step on several goes at the pace of the slowest.
+        cases += [_step(model, "", "the last", gpu=number - 1) for model in MODELS]
     comparison = "gradients one GPU"
     pipelines = [mesh for mesh in meshes if "pipe" in mesh]
     ways: list[tuple[str, str, dict[str, Any]]] = [("one GPU", "", {}), *((mesh, mesh, {}) for mesh in meshes)]
     # All stages in one program.
     ways += [(f"{mesh}, one program", mesh, {"model": {"layer_loops": "whole"}}) for mesh in pipelines]
+    ways += [(f"{meshes[0]}, {name}", meshes[0], {"moe": moe}) for name, moe in transports(number).items()]
     cases += [
         Case(
             part="meshes",
@@ -69,9 +73,14 @@ def cases_for(number: int) -> list[Case]:
         )
         for name, mesh, changes in ways
     ]
-    cases += _variants(meshes[0] if meshes else "", number)
+    for model in MODELS:
+        cases += _variants(model, meshes[0] if meshes else "", number)
+    if number > 1:
+        cases.append(Case(part="transports", name="exchange alone", module="exchange"))
     # What split positions give is in the table of gradients; these are the meshes that must be timed.
-    cases += [_step(model, mesh) for model in MODELS for mesh in meshes[1:4]]
+    cases += [_step(model, mesh) for mesh in meshes[1:4] for model in MODELS]
+    # Its arrays lie otherwise than those of stages by themselves, so there is nothing to compare their gradients with.
+    cases += [_step("k3_slice", mesh, "one program", {"model": {"layer_loops": "whole"}}) for mesh in pipelines]
     cases += [
         Case(
             part="tests",
@@ -87,57 +96,68 @@ def cases_for(number: int) -> list[Case]:
     return cases
 
 
-def _step(model: str, mesh: str) -> Case:
+def transports(number: int) -> dict[str, dict[str, Any]]:
+    """Ways in which rows get to experts and back, beside the plain one, by name: settings of the mixture."""
+    if number == 1:
+        return {}
+    return {
+        "ring": {"transport": "ring"},
+        "two chunks": {"exchange_chunks": 2},
+        "by node": {"transport": "by_node", "node_devices": number},
+        "ragged": {"transport": "ragged"},
+    }
+
+
+def _step(model: str, mesh: str, name: str = "", changes: dict[str, Any] | None = None, gpu: int = 0) -> Case:
     return Case(
         part="steps",
-        name=f"{model} {mesh or 'one GPU'}",
+        name=f"{model} {mesh or 'one GPU'}{name and f', {name}'}",
         module="steps",
-        arguments={"experiment": MODELS[model], "mesh": mesh},
+        arguments={"experiment": MODELS[model], "mesh": mesh, "changes": changes, "gpu": gpu},
         is_large=model == "kimi_linear",
     )
 
 
-def _variants(mesh: str, number: int) -> list[Case]:
+def _variants(model: str, mesh: str, number: int) -> list[Case]:
     """The step of the first mesh in other ways, compared with it."""
-    model = "k3_slice"
-    step = {"experiment": MODELS[model], "mesh": mesh}
-    base = f"{model} {mesh or 'one GPU'}"
-    changes: list[tuple[str, str, dict[str, Any]]] = []
+    chunks, kept = {"exchange_chunks": 2}, {"remat_keep": ("experts",)}
+    hiding = "xla_gpu_enable_latency_hiding_scheduler"
+    channels = "xla_gpu_nccl_p2p_max_nchannels", "xla_gpu_nccl_collective_max_nchannels"
+    ways = transports(number)
+    changes = [("transports", name, {"moe": ways[name]}) for name in ("ring", "two chunks") if name in ways]
     if number > 1:
         changes += [
-            ("scheduler", "4 exchanges at once", {"training": {"exchanges_at_once": 4}}),
-            ("scheduler", "latency hiding off", {"is_latency_hidden": False}),
-            ("scheduler", "latency hiding on", {"is_latency_hidden": True}),
-            ("transports", "ring", {"moe": {"transport": "ring"}}),
-            ("transports", "ragged", {"moe": {"transport": "ragged"}}),
-            ("transports", "two chunks", {"moe": {"exchange_chunks": 2}}),
+            ("offload", "experts kept", {"model": kept}),
+            ("transports", "experts kept, ring", {"model": kept, "moe": ways["ring"]}),
             (
                 "scheduler",
-                "two chunks, 10 exchanges at once",
-                {"moe": {"exchange_chunks": 2}, "training": {"exchanges_at_once": 10}},
+                "experts kept, two chunks, level O1",
+                {"model": kept, "moe": chunks, "optimization_level": "O1"},
             ),
-            ("transports", "by node", {"moe": {"transport": "by_node", "node_devices": number}}),
-            ("scheduler", "10 exchanges at once", {"training": {"exchanges_at_once": 10}}),
+            ("scheduler", "8 channels", {"compiler": dict.fromkeys(channels, 8)}),
         ]
-    changes += [
-        ("offload", "attention on the host", {"model": {"remat_offload": ("attention",)}}),
-        ("offload", "attention kept", {"model": {"remat_keep": ("attention",)}}),
-    ]
-    if number > 1:
+    if model == "k3_slice":
+        changes += [("transports", name, {"moe": ways[name]}) for name in ("by node", "ragged") if name in ways]
         changes += [
-            ("scheduler", "ragged, latency hiding on", {"moe": {"transport": "ragged"}, "is_latency_hidden": True}),
-            ("scheduler", "two chunks, level O1", {"moe": {"exchange_chunks": 2}, "optimization_level": "O1"}),
+            ("scheduler", "latency hiding off", {"compiler": {hiding: False}}),
+            ("scheduler", "latency hiding on", {"compiler": {hiding: True}}),
+            ("scheduler", "4 exchanges at once", {"training": {"exchanges_at_once": 4}}),
+            ("scheduler", "10 exchanges at once", {"training": {"exchanges_at_once": 10}}),
+            ("scheduler", "two chunks, 10 at once", {"moe": chunks, "training": {"exchanges_at_once": 10}}),
+        ] * (number > 1)
+        changes += [
+            ("offload", "attention on the host", {"model": {"remat_offload": ("attention",)}}),
+            ("offload", "attention kept", {"model": {"remat_keep": ("attention",)}}),
         ]
-    cases = [
+    base = f"{model} {mesh or 'one GPU'}"
+    return [
         Case(
             part=part,
             name=f"{base}, {name}",
             module="steps",
-            arguments={**step, "changes": change, "base": base},
+            arguments={"experiment": MODELS[model], "mesh": mesh, "changes": change, "base": base},
             needs=base,
+            is_large=model == "kimi_linear",
         )
         for part, name, change in changes
     ]
-    if number > 1:
-        cases.insert(3, Case(part="transports", name="exchange alone", module="exchange"))
-    return cases

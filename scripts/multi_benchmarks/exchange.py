@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from multi_benchmarks.session import Session
+from multi_benchmarks.shapes import CAPACITY_FACTOR
 
 from mmjax.axes import EXPERT
 from mmjax.config import MeshConfig
@@ -17,7 +18,6 @@ from mmjax.parallel.expert import ExpertExchange, check_transport, exchange_expe
 from mmjax.parallel.mesh import make_mesh
 
 TRANSPORTS = ("all_to_all", "ring", "ragged", "by_node")
-CAPACITY_FACTOR = 1.25
 
 
 def run(session: Session, name: str) -> None:

@@ -1,5 +1,6 @@
 """Gradients by path: kept in a file for other cases, and how far two sets of them are apart."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ LARGEST = 1 << 22
 FLOAT32_BOUND = 1e-4
 """Largest difference of a mesh's float32 gradients from one GPU's, over the largest value of each leaf."""
 STEP_BOUND = 5e-2
-"""Of bfloat16 gradients of the same step in another way: norm of the difference over the norm of each leaf. Sums in
+"""Of bfloat16 gradients, where they are usually nearer: norm of the difference over the norm of each leaf. Sums in
 another order round otherwise, and a token whose experts' scores are close may choose another one."""
 
 
@@ -21,6 +22,7 @@ def bound_of(usual: float) -> float:
     """Of a mesh's bfloat16 gradients from one GPU's, which are `usual` from float32, of each leaf's norm.
 
     Two such roundings may be twice as far apart, and what `tensor` splits is rounded once more before it is added up.
+    A step in another way is so compared with its base, which is `usual` from itself after one more rounding.
     """
     return max(STEP_BOUND, 3 * usual)
 
@@ -75,6 +77,16 @@ def difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray])
     leaf = max(norms, key=norms.__getitem__)
     num_nonfinite = sum(int((~np.isfinite(values)).sum()) for values in ours.values())
     return Difference(max(largest), norms[leaf], leaf, num_nonfinite)
+
+
+def beside(
+    ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], usual: Mapping[str, float]
+) -> dict[str, Any]:
+    """`difference`, but `norm` and `leaf` are of the leaf that is worst beside its bound, with its `usual`."""
+    apart = distances(ours, theirs)
+    worst = max(apart, key=lambda path: apart[path] / bound_of(usual[path]))
+    found = dataclasses.asdict(difference(ours, theirs))
+    return found | {"norm": apart[worst], "usual": usual[worst], "leaf": worst}
 
 
 def _relative(size: Any, ours: np.ndarray, theirs: np.ndarray) -> float:

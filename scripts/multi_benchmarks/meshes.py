@@ -54,11 +54,10 @@ def run(session: Session, name: str, *, mesh: str, changes: dict[str, Any]) -> N
     # One GPU's own rounding says how far another order of sums may lead.
     usual = gradients.distances(references["bfloat16"], references["float32"])
     for dtype, (loss, arrays) in found.items():
-        values = dataclasses.asdict(gradients.difference(arrays, references[dtype]))
         if dtype == "bfloat16":
-            apart = gradients.distances(arrays, references["bfloat16"])
-            worst = max(apart, key=lambda path: apart[path] / gradients.bound_of(usual[path]))
-            values |= {"norm": apart[worst], "usual": usual[worst], "leaf": worst}
+            values = gradients.beside(arrays, references[dtype], usual)
+        else:
+            values = dataclasses.asdict(gradients.difference(arrays, references[dtype]))
         session.report(dtype=dtype, loss=float(loss), loss_difference=abs(float(loss) / losses[dtype] - 1), **values)
 
 

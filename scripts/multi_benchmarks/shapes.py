@@ -9,6 +9,8 @@ from mmjax.planner.stages import with_stages
 
 # Micro-batches of a pipeline, at the least: with fewer its devices wait for each other most of the time.
 PIPELINE_MICRO_BATCHES = 8
+# Room of the experts' exchange over what even routers fill, as in experiments/k3_lora.py.
+CAPACITY_FACTOR = 1.25
 
 
 def spread(config: RunConfig, mesh: MeshConfig, num_devices: int) -> RunConfig:
@@ -26,7 +28,12 @@ def spread(config: RunConfig, mesh: MeshConfig, num_devices: int) -> RunConfig:
         rows *= mesh.num_devices
     moe = config.model.moe
     if mesh.expert > 1:
-        moe = dataclasses.replace(moe, num_experts=moe.num_resident_experts * mesh.expert, resident_experts=0)
+        moe = dataclasses.replace(
+            moe,
+            num_experts=moe.num_resident_experts * mesh.expert,
+            resident_experts=0,
+            capacity_factor=CAPACITY_FACTOR,
+        )
     elif moe.resident_experts and num_devices > 1:
         moe = dataclasses.replace(moe, num_experts=moe.resident_experts * num_devices)
     return dataclasses.replace(

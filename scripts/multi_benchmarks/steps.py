@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import os
 import statistics
 import tempfile
 import time
@@ -42,27 +43,36 @@ def run(
     mesh: str,
     changes: dict[str, Any] | None = None,
     base: str = "",
+    gpu: int = 0,
 ) -> None:
-    """Time the step of `experiment` spread over `mesh`; with `changes` gradients are compared with those of `base`."""
+    """Time the step of `experiment` spread over `mesh`; with `changes` gradients are compared with those of `base`.
+
+    Without a mesh it runs on GPU number `gpu`.
+    """
+    if gpu:
+        # Before JAX looks for devices.
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     changes = dict(changes or {})
-    options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
-    if (is_latency_hidden := changes.pop("is_latency_hidden", None)) is not None:
-        options["xla_gpu_enable_latency_hiding_scheduler"] = is_latency_hidden
+    options = {"xla_gpu_enable_triton_gemm": False} | changes.pop("compiler", {})
     jax.config.update("jax_optimization_level", changes.pop("optimization_level", "UNKNOWN"))
     start = shapes.experiment(experiment, is_tiny=session.is_tiny)
     mesh_config = parse_mesh(mesh) if mesh else MeshConfig()
     config = shapes.settled(shapes.changed(shapes.spread(start, mesh_config, session.num_devices), **changes))
     devices = make_mesh(config.mesh)
     abstract = abstract_state(config, devices)
-    # Routers as they are drawn give one device more rows than another: what that costs is timed once.
-    draws = [make_draw(config, devices)]
-    if config.mesh.expert > 1 and not base:
-        draws.append(make_draw(config, devices, is_even=False))
+    # Another way must give the gradients of its base as nearly as one more rounding of its embeddings does. Routers as
+    # they are drawn give one device more rows than another: what that costs is timed once.
+    kinds: list[dict[str, bool]] = [{}]
+    if not base and (config.mesh.expert > 1 or session.num_devices == 1):
+        kinds.append({"is_rounded": True})
+    if not base and config.mesh.expert > 1:
+        kinds.append({"is_even": False})
+    draws = [make_draw(config, devices, **kind) for kind in kinds]
     begun = time.perf_counter()
     lowered = make_train_step(config, devices).lower(abstract, abstract_batch(config, devices))
     programs = [(lowered, options), *((draw.lower(), {"xla_backend_optimization_level": 0}) for draw in draws)]
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        step, draw, *uneven = threads.map(lambda one: one[0].compile(compiler_options=one[1]), programs)
+        step, draw, *others = threads.map(lambda one: one[0].compile(compiler_options=one[1]), programs)
         compile_seconds = time.perf_counter() - begun
         # Before the turn, which it would disturb; what it cannot read is said when all else is.
         schedule = threads.submit(read_schedule, step, config)
@@ -91,16 +101,25 @@ def run(
             with jax.profiler.trace(directory, profiler_options=profile):
                 state, metrics = step(state, batch)
                 jax.block_until_ready(metrics)
-            for other in uneven:
-                del state
-                state, again = time_steps(step, other(), batch, num_steps)
-                session.report(uneven_seconds=again.seconds, uneven_load=float(again.metrics["moe_load_max_over_mean"]))
             del state
+            rounded: dict[str, Any] = {}
+            for kind, other in zip(kinds[1:], others, strict=True):
+                most = FEWEST_STEPS if "is_rounded" in kind else num_steps
+                state, again = time_steps(step, other(), batch, most)
+                del state
+                if "is_rounded" in kind:
+                    rounded = again.first
+                else:
+                    load = float(again.metrics["moe_load_max_over_mean"])
+                    session.report(uneven_seconds=again.seconds, uneven_load=load)
         if base:
-            found = gradients.difference(timed.first, gradients.load(session.shared / f"{base}.npz"))
-            session.report(gradients=dataclasses.asdict(found))
+            theirs = gradients.load(session.shared / f"{base}.npz")
+            usual = gradients.distances(gradients.load(session.shared / f"{base}, rounded.npz"), theirs)
+            session.report(gradients=gradients.beside(timed.first, theirs, usual))
         else:
             gradients.save(session.shared / f"{name}.npz", timed.first)
+            if rounded:
+                gradients.save(session.shared / f"{name}, rounded.npz", rounded)
         if (kernels := read_kernels(Path(directory))) and (overlap := overlap_of(kernels)) is not None:
             session.report(traced=dataclasses.asdict(overlap) | {"hidden_share": overlap.hidden_share})
             print(describe_kernels(kernels))
@@ -149,12 +168,13 @@ def read_schedule(step: Any, config: RunConfig) -> dict[str, float]:
     }
 
 
-def make_draw(config: RunConfig, mesh: jax.sharding.Mesh, *, is_even: bool = True):
+def make_draw(config: RunConfig, mesh: jax.sharding.Mesh, *, is_even: bool = True, is_rounded: bool = False):
     """Jitted `() -> TrainState` of arbitrary weights: one program, which compiles within seconds.
 
     Norms, biases and the like start as in a run; adapters do not, so that all have gradients in the first step. Where
     routing `is_even`, routers score one device's experts as they score every other's: then each token's experts are
     shared out evenly over the devices, as if routers were balanced between them, and as uneven as before on each.
+    `is_rounded`: half of the embeddings' numbers are one bfloat16 further on.
     """
     moe = config.model.moe
     experts_of_device = moe.num_resident_experts // config.mesh.expert
@@ -176,6 +196,9 @@ def make_draw(config: RunConfig, mesh: jax.sharding.Mesh, *, is_even: bool = Tru
             if is_even and path.endswith(".router"):
                 of_device = noise(path, (*described.shape[:-1], experts_of_device), deviation).astype(described.dtype)
                 return jnp.concatenate([of_device] * (described.shape[-1] // experts_of_device), axis=-1)
+            if is_rounded and path.endswith("embedding"):
+                further = 1 + 2.0**-7 * (random_bits(f"{path}, rounded", described.shape) % 2).astype(jnp.float32)
+                return (noise(path, described.shape, deviation) * further).astype(described.dtype)
             if is_factor or initializer is normal(deviation):
                 return noise(path, described.shape, deviation).astype(described.dtype)
             return initializer(jax.random.key(0), described.shape, described.dtype)

@@ -103,8 +103,26 @@ def test_exchanges_are_hidden_as_far_as_something_computes_beside_them():
     assert overlap_of(kernels_of(events())) is None
 
 
+def test_kernels_of_exchanges_are_told_by_their_order_and_count_from_the_last_device_to_come():
+    from multi_benchmarks.links import kernel_seconds
+    from multi_benchmarks.overlap import kernels_of
+
+    # Two readings of two kernels; the device that comes first waits.
+    first = [
+        (0, 1, "ncclSend", 0, 40),
+        (0, 1, "ncclSend", 50, 70),
+        (0, 1, "ncclAll", 80, 90),
+        (0, 1, "ncclAll", 90, 98),
+    ]
+    second = [(1, 1, "ncclSend", 20, 40), (1, 1, "ncclSend", 50, 80), (1, 1, "gemm", 80, 81)]
+    second += [(1, 1, "ncclAll", 81, 93), (1, 1, "ncclAll", 93, 99)]
+    kernels = kernels_of(events(*first, *second))
+    np.testing.assert_allclose(kernel_seconds(kernels, 2, 2), [20e-6, 8e-6])
+    assert kernel_seconds(kernels, 2, 3) == kernel_seconds([], 2, 2) == [None, None]
+
+
 def test_differences_are_those_of_the_worst_leaf_and_what_is_not_finite_is_counted():
-    from multi_benchmarks.gradients import difference
+    from multi_benchmarks.gradients import beside, bound_of, difference
 
     theirs = {"a": np.array([3.0, 4.0]), "b": np.array([[1.0, 0.0]]), "zero": np.zeros(2)}
     found = difference({"a": np.array([3.0, 4.5]), "b": np.array([[1.0, 0.2]]), "zero": np.zeros(2)}, theirs)
@@ -114,6 +132,11 @@ def test_differences_are_those_of_the_worst_leaf_and_what_is_not_finite_is_count
     assert difference(theirs | {"zero": np.array([0, 1e-30])}, theirs).norm == np.inf
     with pytest.raises(ValueError, match="other arrays"):
         difference({"a": theirs["a"]}, theirs)
+    # Further apart, but b is usually so.
+    ours, usual = theirs | {"a": np.array([3.0, 4.4]), "b": np.array([[1.0, 0.1]])}, {"a": 0.0, "b": 0.06, "zero": 0.0}
+    found = beside(ours, theirs, usual)
+    assert (found["leaf"], found["usual"]) == ("a", 0.0)
+    np.testing.assert_allclose([found["norm"], found["largest"], bound_of(0.06)], [0.08, 0.1, 0.18])
 
 
 CHILD = """
@@ -188,7 +211,7 @@ def test_the_report_holds_ratios_gradients_and_what_was_not_done():
     from multi_benchmarks.report import checks, print_report, speed_ratios
     from multi_benchmarks.runner import Outcome
 
-    same = {"norm": 0.01, "largest": 1e-5, "leaf": "decoder.head", "num_nonfinite": 0}
+    same = {"norm": 0.01, "largest": 1e-5, "leaf": "decoder.head", "num_nonfinite": 0, "usual": 0.004}
     broken = same | {"norm": float("inf"), "num_nonfinite": 7}
     traced = {
         "traced": {
@@ -211,7 +234,7 @@ def test_the_report_holds_ratios_gradients_and_what_was_not_done():
             {
                 "part": "meshes",
                 "name": "gradients fsdp=8",
-                "results": [{"dtype": "float32", **mesh}, {"dtype": "bfloat16", "usual": 0.004, **mesh}],
+                "results": [{"dtype": "float32", **mesh}, {"dtype": "bfloat16", **mesh}],
             },
             {
                 "part": "tests",
