@@ -20,8 +20,8 @@ model reads pictures, and a loss on all that follows. What is printed:
                     if JAX_COMPILATION_CACHE_DIR names one, or loading), and drawing the weights
 
 `--compiler NAME=VALUE` gives XLA an option beside those of `mmjax.training.step.compiler_options`.
-`--save-program FILE` compiles for an H200 that need not be there, and stops; `--load-program FILE` takes that program
-instead of compiling.
+`--save-program FILE` compiles for the GPU that is here, or for an H200 where none is, and stops; `--load-program FILE`
+takes that program instead of compiling. Compiled without a GPU it lacks cuDNN's graphs, and attention by cuDNN fails.
 """
 
 import argparse
@@ -131,12 +131,19 @@ def part_of(kernel: str) -> str:
 
 
 def save_program(config: RunConfig, given: dict[str, Any], file: Path) -> None:
-    """Compile the step for a described H200, as `Benchmark` does for the one that is here."""
-    mesh = described_mesh(config.mesh, read_cluster("1xh200"))
-    with for_described_gpus(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = make_train_step(config, mesh).lower(abstract_state(config, mesh), abstract_batch(config, mesh))
-        step = lowered.compile(compiler_options=compiler_options(mesh) | given)
+    """Compile the step for the GPU that is here, or for a described H200 where none is."""
+    if jax.default_backend() == "gpu":
+        step = compiled_step(config, make_mesh(config.mesh), given)
+    else:
+        mesh = described_mesh(config.mesh, read_cluster("1xh200"))
+        with for_described_gpus(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            step = compiled_step(config, mesh, given)
     file.write_bytes(pickle.dumps(serialize_executable.serialize(step)))
+
+
+def compiled_step(config: RunConfig, mesh: jax.sharding.Mesh, given: dict[str, Any]) -> jax.stages.Compiled:
+    lowered = make_train_step(config, mesh).lower(abstract_state(config, mesh), abstract_batch(config, mesh))
+    return lowered.compile(compiler_options=compiler_options(mesh) | given)
 
 
 class Benchmark:

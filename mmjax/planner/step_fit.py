@@ -13,7 +13,7 @@ from mmjax.errors import ConfigurationError
 from mmjax.planner.adapters import Tuning
 from mmjax.planner.compute_time import Rates
 from mmjax.planner.hardware import find_gpu
-from mmjax.planner.readings import KernelReading, Readings, StepReading
+from mmjax.planner.readings import KernelReading, LinkFit, Readings, StepReading, fit_link, with_inside_link
 from mmjax.planner.step_time import StepClock
 from mmjax.planner.topology import read_cluster
 
@@ -83,7 +83,9 @@ def fit_readings(readings: Readings, base: Rates | None = None) -> StepFit:
     base = base or Rates()
     shares = kernel_shares(readings.kernels, find_gpu(readings.hardware).flops_per_second) if readings.kernels else {}
     rates = dataclasses.replace(base, shares={**base.shares, **{part: share for part, (share, _) in shares.items()}})
-    steps = [_Step(step) for step in readings.steps]
+    # What links do by themselves is no factor of exchanges in steps.
+    link = fit_link(readings.exchanges) if readings.exchanges else None
+    steps = [_Step(step, link) for step in readings.steps]
     factors = _fit(steps, rates)
     fitted = scaled(rates, *factors)
 
@@ -127,11 +129,12 @@ def scaled(rates: Rates, compute: float, memory: float, exchange: float) -> Rate
 class _Step:
     """A reading with what predicting it again and again needs."""
 
-    def __init__(self, reading: StepReading):
+    def __init__(self, reading: StepReading, link: LinkFit | None):
         self.reading = reading
         self.config = settings_with(RunConfig(), reading.settings, reading.name)
         self.tuning = _tuning(reading)
-        self.cluster = read_cluster(reading.cluster)
+        cluster = read_cluster(reading.cluster)
+        self.cluster = with_inside_link(cluster, link) if link else cluster
 
     def predict(self, rates: Rates) -> float:
         return StepClock(self.config, self.cluster, tuning=self.tuning, rates=rates).step(self.config).total

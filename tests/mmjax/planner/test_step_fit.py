@@ -9,7 +9,8 @@ from mmjax.config import RunConfig, flatten, settings_with
 from mmjax.errors import ConfigurationError
 from mmjax.planner import step_fit
 from mmjax.planner.compute_time import PEER_SHARES, Rates
-from mmjax.planner.readings import KernelReading, Readings, StepReading, load
+from mmjax.planner.hardware import Link
+from mmjax.planner.readings import KernelReading, Reading, Readings, StepReading, load
 from mmjax.planner.step_fit import fit_readings, kernel_shares, scaled
 from mmjax.planner.step_time import StepClock
 from mmjax.planner.topology import read_cluster
@@ -18,8 +19,8 @@ from mmjax.presets.llama import smollm2_135m
 COMMITTED = Path(__file__).parents[3] / "docs" / "readings" / "h200.json"
 
 
-def synthetic(rates: Rates) -> list[StepReading]:
-    """Steps of SmolLM2 of several sizes and meshes, as long as `rates` say."""
+def synthetic(rates: Rates, link: Link | None = None) -> list[StepReading]:
+    """Steps of SmolLM2 of several sizes and meshes, as long as `rates` say; `link` is between the GPUs of a node."""
     found, defaults = [], flatten(RunConfig())
     for rows, tokens, width, fsdp in ((8, 64, 1536, 1), (64, 2048, 64, 1), (64, 512, 49_152, 1), (8, 2048, 1536, 8)):
         model = smollm2_135m()
@@ -27,7 +28,9 @@ def synthetic(rates: Rates) -> list[StepReading]:
         settings = {name: value for name, value in flatten(RunConfig(model=model)).items() if value != defaults[name]}
         settings |= {"data.rows": rows, "data.row_tokens": tokens, "data.row_patches": 0, "mesh.fsdp": fsdp}
         config, cluster = settings_with(RunConfig(), settings, "synthetic"), f"1x{fsdp}xh200"
-        seconds = StepClock(config, read_cluster(cluster), rates=rates).step(config).total
+        machine = read_cluster(cluster)
+        machine = dataclasses.replace(machine, inside=link or machine.inside)
+        seconds = StepClock(config, machine, rates=rates).step(config).total
         name = f"{rows} {tokens} {width} {fsdp}"
         found.append(StepReading(name=name, cluster=cluster, settings=settings, tuning={}, seconds=seconds, source=""))
     return found
@@ -40,6 +43,18 @@ def test_known_factors_come_back_with_their_error():
     assert fit.worst_error < 0.005
     assert all(abs(step.published / step.seconds - 1) > 0.15 for step in fit.steps)
     assert "4 steps: products x 1.4" in fit.describe() and "error 0." in fit.describe()
+
+
+def test_links_that_were_read_are_not_read_again_from_steps():
+    link = Link(bandwidth=5e10, latency_seconds=2e-5)
+    exchanges = [
+        Reading(exchange="send", num_devices=2, num_bytes=size, seconds=size / link.bandwidth + link.latency_seconds)
+        for size in (1e5, 1e9)
+    ]
+    steps = tuple(synthetic(Rates(), link))
+    fit = fit_readings(Readings(hardware="H200", versions={}, exchanges=tuple(exchanges), steps=steps))
+    assert (fit.compute, fit.memory, fit.exchange) == pytest.approx((1, 1, 1), rel=1e-3)
+    assert fit_readings(Readings(hardware="H200", versions={}, steps=steps)).exchange > 2
 
 
 def test_a_step_is_predicted_from_the_others_only_when_somebody_asks(monkeypatch):
