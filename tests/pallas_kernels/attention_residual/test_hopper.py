@@ -61,15 +61,16 @@ def worst_error(found, arrays, is_live, cotangent):
 
 
 @pytest.mark.parametrize(
-    ("num_sources", "shape", "width", "is_live"),
-    [(3, (3,), 256, (True, False, True)), (2, (2, 2), 512, False)],
+    ("num_sources", "shape", "width", "is_live", "limit"),
+    # Of three tokens, the query's gradient shows the result's rounding.
+    [(3, (3,), 256, (True, False, True), 1.2e-2), (2, (2, 2), 512, False, 8e-3)],
 )
-def test_simulated_kernels_are_near_float64_in_values_and_gradients(num_sources, shape, width, is_live):
+def test_simulated_kernels_are_near_float64_in_values_and_gradients(num_sources, shape, width, is_live, limit):
     arrays, cotangent = draw(num_sources, shape, width)
     live = jnp.asarray(is_live)
     with launcher.simulated():
         found = differentiated(hopper.mix, arrays, live, cotangent)
-    assert worst_error(found, arrays, live, cotangent) < 1.5e-2
+    assert worst_error(found, arrays, live, cotangent) < limit
     if is_live is False:
         assert not np.any(found[1][0][-1].astype(jnp.float32))
 
@@ -120,22 +121,22 @@ def test_forward_and_backward_compile_without_a_gpu_inside_shard_map():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("num_sources", "shape", "width", "is_live"),
+    ("num_sources", "shape", "width", "is_live", "limit"),
     [
-        (9, (2, 650), 7168, None),
-        (8, (300,), 4096, True),
-        (4, (500,), 2304, (True, False, True, True)),
-        (13, (70,), 8192, None),
-        (2, (5,), 512, False),
-        (1, (1,), 256, None),
+        (9, (2, 650), 7168, None, 8e-3),
+        (8, (300,), 4096, True, 8e-3),
+        (4, (500,), 2304, (True, False, True, True), 8e-3),
+        # One of its sources is so short in a token that its gradient shows the result's rounding, magnified.
+        (13, (70,), 8192, None, 1.5e-2),
+        (2, (5,), 512, False, 8e-3),
+        (1, (1,), 256, None, 8e-3),
     ],
 )
-def test_on_a_gpu_they_are_near_float64_twice_alike(num_sources, shape, width, is_live):
+def test_on_a_gpu_they_are_near_float64_twice_alike(num_sources, shape, width, is_live, limit):
     arrays, cotangent = draw(num_sources, shape, width)
     live = None if is_live is None else jnp.asarray(is_live)
     run = jax.jit(partial(differentiated, hopper.mix))
     found, again = (run(arrays, live, cotangent) for _ in range(2))
-    # A source as short as 0.01 magnifies the result's rounding in its own gradient.
-    assert worst_error(found, arrays, live, cotangent) < 1.5e-2
+    assert worst_error(found, arrays, live, cotangent) < limit
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(one, other)
