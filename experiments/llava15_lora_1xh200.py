@@ -23,7 +23,7 @@ def run() -> RunConfig:
     """
     return RunConfig(
         run_dir="runs/llava15_lora",
-        # Of a layer its input is kept, and what attention gives; the rest is computed again.
+        # Of a layer its input is kept, and what attention gives; the rest is computed again, cuDNN's sums too.
         model=dataclasses.replace(llava_1_5_7b(), remat_keep=("attention",), loss_chunk_tokens=2048),
         lora=LoraConfig(rank=16, alpha=32.0, targets=(r"decoder\..*\.(query|key|value|output|gate|up|down)",)),
         data=DataConfig(
