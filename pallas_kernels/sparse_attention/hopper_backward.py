@@ -3,6 +3,10 @@
 Two warpgroups compute: the first makes probabilities, the second their gradients, then each takes half of the columns
 of the gradients of query and latents. The third gathers keys. Gradients of latents are added in device memory:
 in float32, or as integers, whose sum does not depend on the order.
+
+Registers are short: where they do not suffice, the assembler lets no two products run one behind the other. So the sum
+of the query's last 64 columns lies in device memory between blocks, and places in shared memory are computed anew for
+each block.
 """
 
 import functools
@@ -62,11 +66,11 @@ def backward(
         query_smem, gradient_smem, keys_smem, weights_smem, scores_smem, query_filled, query_emptied, weighed, graded,
         added, emptied, index_ring, index_filled, arrival_words, arrivals=None,
     ):  # fmt: skip
-        *unit_gmem, query_out, latent_out = refs
+        *unit_gmem, query_out, latent_out, rest_gmem = refs
         arrivals = Arrivals(arrival_words, arrivals, 1)
         arrivals.start()
         indices = Indices(indices_gmem, index_ring, index_filled)
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup, worker = lax.axis_index("warpgroup"), lax.axis_index("worker")
         _clear(latent_out, waiting_gmem, items.workers)
 
         @pl.when(warpgroup == PARTS)
@@ -78,7 +82,12 @@ def backward(
             plgpu.set_max_registers(240, action="increase")
             pieces = _own_pieces(part, num_pieces)
             # As wide as a product can be.
-            cuts = [pieces[start : start + 4] for start in range(0, len(pieces), 4)]
+            held = [piece for piece in pieces if piece < num_pieces - 1]
+            cuts = [held[start : start + 4] for start in range(0, len(held), 4)]
+            has_rest = len(held) < len(pieces)
+
+            def rest():
+                return launcher.load(rest_gmem.at[worker], plgpu.Layout.WGMMA, is_strided=True)
 
             def item(step, number):
                 place, tile = items.place(step)
@@ -104,8 +113,8 @@ def backward(
 
                 def block(_, carry):
                     number, *gradient = carry
-                    # The only buffer, by a number that is no constant: Pallas cannot close over those.
-                    slot = lax.rem(number, jnp.int32(1))
+                    # Nought, but nothing that the compiler could compute once for all blocks.
+                    slot = lax.shift_right_arithmetic(number, jnp.int32(31))
                     index = indices.wait(number)
                     arrivals.wait(slot, number)
 
@@ -113,7 +122,9 @@ def backward(
                         return keys_smem.at[slot, :, pl.ds(cut[0] * BLOCK, len(cut) * BLOCK)]
 
                     if part == 0:
-                        factors = [(query_smem.at[i], tiles.turned(columns_of_keys([i]))) for i in range(num_pieces)]
+                        factors = [
+                            (query_smem.at[i + slot], tiles.turned(columns_of_keys([i]))) for i in range(num_pieces)
+                        ]
                         scores = tiles.product(BLOCK, *factors) * factor + tiles.hole_bias(index)
                         weights = jnp.exp2(scores - tiles.down(of_rows, BLOCK))
 
@@ -121,36 +132,46 @@ def backward(
                         def _():
                             plgpu.barrier_wait(added)
 
-                        weights_smem[...] = weights.astype(jnp.bfloat16)
+                        weights_smem[slot] = weights.astype(jnp.bfloat16)
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(weighed)
                         plgpu.barrier_wait(graded)
                     else:
                         factors = [
-                            (gradient_smem.at[i], tiles.turned(columns_of_keys([i]))) for i in range(num_pieces - 1)
+                            (gradient_smem.at[i + slot], tiles.turned(columns_of_keys([i])))
+                            for i in range(num_pieces - 1)
                         ]
                         by_weight = tiles.product(BLOCK, *factors)
                         plgpu.barrier_wait(weighed)
-                        weights = tiles.matrix(weights_smem).astype(jnp.float32)
+                        weights = tiles.matrix(weights_smem.at[slot]).astype(jnp.float32)
                         by_score = weights * (by_weight - tiles.down(of_rows, BLOCK)) * scale
-                        scores_smem[...] = by_score.astype(jnp.bfloat16)
+                        scores_smem[slot] = by_score.astype(jnp.bfloat16)
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(graded)
-                    gradient = tiles.accumulate(gradient, [(scores_smem, columns_of_keys(cut)) for cut in cuts])
+                    scores_of_block = scores_smem.at[slot]
+                    gradient = tiles.accumulate(gradient, [(scores_of_block, columns_of_keys(cut)) for cut in cuts])
+                    if has_rest:
+                        last = scores_of_block, columns_of_keys([num_pieces - 1])
+                        (rest_gmem[worker],) = tiles.accumulate([rest()], [last])
                     plgpu.barrier_arrive(emptied.at[slot])
                     for piece in pieces:
-                        factors = [(tiles.turned(scores_smem), query_smem.at[piece])]
+                        factors = [(tiles.turned(scores_of_block), query_smem.at[piece + slot])]
                         if piece < num_pieces - 1:
-                            factors.append((tiles.turned(weights_smem), gradient_smem.at[piece]))
+                            factors.append((tiles.turned(weights_smem.at[slot]), gradient_smem.at[piece + slot]))
                         rows = tiles.product(BLOCK, *factors)
                         _add_rows(rows, index, latent_out, jnp.int32(piece * BLOCK), unit_gmem)
                     plgpu.barrier_arrive(added)
                     return number + 1, *gradient
 
+                if has_rest:
+                    rest_gmem[worker] = tiles.zeros(BLOCK)
                 carry = number, *[tiles.zeros(len(cut) * BLOCK) for cut in cuts]
                 number, *gradient = lax.fori_loop(0, counts_gmem[place], block, carry)
+                parts = list(zip(cuts, gradient, strict=True))
+                if has_rest:
+                    parts.append(([num_pieces - 1], rest()))
                 # Nobody else reads these columns of the query any more.
-                for cut, of_cut in zip(cuts, gradient, strict=True):
+                for cut, of_cut in parts:
                     of_cut = of_cut.astype(jnp.bfloat16)
                     for i, piece in enumerate(cut):
                         query_smem.at[piece][...] = of_cut[:, i * BLOCK : (i + 1) * BLOCK]
@@ -174,16 +195,20 @@ def backward(
     units = () if unit is None else (unit,)
     # An integer is kept as two words.
     latent_type = (latent.shape, jnp.float32) if unit is None else ((latent.shape[0], 2 * width), jnp.int32)
-    query_gradient, latent_gradient = launcher.launch(
+    query_gradient, latent_gradient, _ = launcher.launch(
         body,
         (query, latent, indices, counts, sums, output_gradient, inner, waiting, *units),
-        [jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(*latent_type)],
+        [
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct(*latent_type),
+            jax.ShapeDtypeStruct((items.workers, HEADS, BLOCK), jnp.float32),
+        ],
         scratch=dict(
             query_smem=launcher.swizzled((num_pieces, HEADS, BLOCK), query.dtype),
             gradient_smem=launcher.swizzled((num_pieces - 1, HEADS, BLOCK), query.dtype),
             keys_smem=launcher.swizzled((1, BLOCK, width), query.dtype),
-            weights_smem=launcher.swizzled((HEADS, BLOCK), query.dtype),
-            scores_smem=launcher.swizzled((HEADS, BLOCK), query.dtype),
+            weights_smem=launcher.swizzled((1, HEADS, BLOCK), query.dtype),
+            scores_smem=launcher.swizzled((1, HEADS, BLOCK), query.dtype),
             query_filled=plgpu.Barrier(num_arrivals=2 * num_pieces - 1),
             query_emptied=plgpu.Barrier(num_arrivals=PARTS),
             weighed=plgpu.Barrier(),
@@ -201,7 +226,15 @@ def backward(
     )
     if unit is not None:
         latent_gradient = integers_to_floats(latent_gradient.reshape(*latent.shape, 2), unit)
+    elif not launcher.is_simulated():
+        latent_gradient = in_order(latent_gradient)
     return query_gradient[:, :num_heads], latent_gradient
+
+
+def in_order(sums: jax.Array) -> jax.Array:
+    """[S, L], columns as threads add them, to their order: of 16 a thread adds two pairs, 8 apart, to one place."""
+    parts = sums.reshape(sums.shape[0], -1, 4, 2, 2)
+    return jnp.swapaxes(parts, 2, 3).reshape(sums.shape)
 
 
 def integers_to_floats(words: jax.Array, unit: jax.Array) -> jax.Array:
@@ -283,21 +316,16 @@ def _adding(width: int, *, is_integer: bool) -> str:
     size = 8 if is_integer else 4
     lines = [
         "{ .reg .u32 thread, row, column; .reg .s32 token<2>; .reg .u64 at, base; .reg .pred is_key;",
-        ".reg .f32 scale, scaled, got<2>, out<4>; .reg .s64 whole; .reg .pred is_odd; .reg .u32 odd;",
+        ".reg .f32 scale, scaled; .reg .s64 whole;",
         "mov.u32 thread, %tid.x; and.b32 thread, thread, 127; shr.u32 row, thread, 5; shl.b32 row, row, 4;",
-        "and.b32 column, thread, 3; shl.b32 column, column, 1; add.u32 column, column, $2;",
+        # Four numbers in a row are those of one thread, see `in_order`; integers lie in the order of columns.
+        f"and.b32 column, thread, 3; shl.b32 column, column, {1 if is_integer else 2}; add.u32 column, column, $2;",
         "shr.u32 thread, thread, 2; and.b32 thread, thread, 7; add.u32 row, row, thread; mad.lo.u32 row, row, 4, $0;",
         f"mul.wide.u32 base, column, {size}; add.u64 base, base, $1;",
         "ld.shared.s32 token0, [row]; ld.shared.s32 token1, [row + 32];",
     ]
     if is_integer:
         lines.append("ld.global.nc.f32 scale, [$3]; rcp.approx.f32 scale, scale;")
-    else:
-        # Neighbours exchange pairs, so that each adds four numbers in a row: the second of them in the next 8 columns.
-        lines += [
-            "mov.u32 odd, %tid.x; and.b32 odd, odd, 1; setp.ne.u32 is_odd, odd, 0;",
-            "mul.wide.u32 at, odd, 24; add.u64 base, base, at;",
-        ]
     first = 4 if is_integer else 3
     for number in range(2):
         lines += [
@@ -311,16 +339,7 @@ def _adding(width: int, *, is_integer: bool) -> str:
                 lines.append(f"@is_key red.relaxed.gpu.global.add.u64 [at + {at}], whole;")
             continue
         for pair in range(4):
-            one, other = (
-                [f"${first + 16 * number + 4 * pair + 2 * piece + half}" for half in (0, 1)] for piece in (0, 1)
-            )
-            for half in range(2):
-                lines += [
-                    f"selp.f32 scaled, {one[half]}, {other[half]}, is_odd;",
-                    f"shfl.sync.bfly.b32 got{half}, scaled, 1, 31, 0xffffffff;",
-                    f"selp.f32 out{half}, got{half}, {one[half]}, is_odd;",
-                    f"selp.f32 out{2 + half}, {other[half]}, got{half}, is_odd;",
-                ]
-            lines.append(f"@is_key red.relaxed.gpu.global.add.v4.f32 [at + {64 * pair}], {{out0, out1, out2, out3}};")
+            four = ", ".join(f"${first + 16 * number + 4 * pair + value}" for value in range(4))
+            lines.append(f"@is_key red.relaxed.gpu.global.add.v4.f32 [at + {64 * pair}], {{{four}}};")
     lines.append("}")
     return "\n".join(lines)

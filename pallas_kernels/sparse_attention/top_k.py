@@ -16,13 +16,19 @@ from jax.experimental.pallas import triton as plt
 PIECE = 512
 """Scores read at a time."""
 LIST_PIECE = 256
-"""Of a list in whole vectors: of another size than `PIECE`, or Triton turns those about to be vectors too."""
+"""Of a list."""
 SAMPLE = 2048
+"""Numbers of a sample, at least: of long rows it has one in 16, so that it tells a threshold well enough."""
+MOST_SAMPLED = 2**15
 KEPT = 4096
 """Room for what is copied out, at least."""
+HELD = 4096
+"""Numbers that a warp can hold in its registers."""
 WARPS = 1
 LOWEST = -(2**31)
 """Below the integer of every score."""
+LOWEST_SCORE = -0x7F800001
+"""The integer of minus infinity."""
 
 
 def top_k_of_rows(
@@ -32,20 +38,22 @@ def top_k_of_rows(
 
     `scores` [T', S'] float32 with T' >= T. Of equal scores the earlier is better. `top_k` is a power of two.
     """
-    # Of a longer row a number of the sample stands for more scores.
-    times = 1 if scores.shape[1] <= 2**16 else 2
-    num_rows, num_kept, sample = first.shape[0], times * max(KEPT, 2 * top_k), times * SAMPLE
+    num_rows, width = first.shape[0], scores.shape[1]
+    sample = min(max(SAMPLE, pl.next_power_of_2(pl.cdiv(width, 16))), MOST_SAMPLED)
+    # A number of the sample stands for more scores where those are no more than one in 16.
+    num_kept = max(KEPT, 2 * top_k) * max(pl.cdiv(width, 16 * MOST_SAMPLED), 1)
     whole = pl.BlockSpec(scores.shape, lambda row: (0, 0))
     bound = pl.BlockSpec((None,), lambda row: (row,))
     # A list has a piece behind it. Interpreted, a masked store writes back what it read: results have a place for that.
-    widths = [top_k + interpret, num_kept + LIST_PIECE, num_kept + LIST_PIECE]
+    length = max(num_kept, sample) + PIECE
+    widths = [(top_k + interpret, jnp.int32), (length, jnp.float32), (length, jnp.int32)]
     varying = jax.typeof(scores).manual_axis_type
     return pl.pallas_call(
         functools.partial(_select, top_k=top_k, num_kept=num_kept, sample=sample, interpret=interpret),
         grid=(num_rows,),
         in_specs=[whole, bound, bound],
-        out_specs=[pl.BlockSpec((None, width), lambda row: (row, 0)) for width in widths],
-        out_shape=[jax.ShapeDtypeStruct((num_rows, width), jnp.int32, manual_axis_type=varying) for width in widths],
+        out_specs=[pl.BlockSpec((None, width), lambda row: (row, 0)) for width, _ in widths],
+        out_shape=[jax.ShapeDtypeStruct((num_rows, width), dtype, manual_axis_type=varying) for width, dtype in widths],
         compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="top_k",
@@ -69,24 +77,37 @@ def _integers(score: jax.Array, *, interpret: bool) -> jax.Array:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _ranks(is_counted: jax.Array, *, interpret: bool) -> jax.Array:
-    """How many come before each of a piece. A thread holds every 32nd: a vote counts those of the other threads."""
-    numbers = is_counted.astype(jnp.int32)
+def _score(integer: jax.Array) -> jax.Array:
+    """The score of an integer; minus infinity of those below."""
+    integer = jnp.maximum(integer, LOWEST_SCORE)
+    return lax.bitcast_convert_type(integer ^ ((integer >> 31) & 0x7FFFFFFF), jnp.float32)
+
+
+def _ranks(numbers: jax.Array, limit: jax.Array, *, interpret: bool) -> jax.Array:
+    """Of each number of a piece that reaches the limit how many do before it; -1 of others.
+
+    A thread holds every 32nd: a vote counts those of the other threads.
+    """
     if interpret:
-        return jnp.cumsum(numbers) - numbers
-    held = PIECE // 32
+        is_counted = numbers >= limit
+        return jnp.where(is_counted, jnp.cumsum(is_counted.astype(jnp.int32)) - 1, -1)
+    held, kind = numbers.shape[0] // 32, "f32" if numbers.dtype == jnp.float32 else "s32"
     lines = ["{ .reg .pred yes; .reg .b32 votes, before, total, below; mov.u32 below, %lanemask_lt; mov.b32 total, 0;"]
     for number in range(held):
         lines += [
-            f"setp.ne.s32 yes, ${held + number}, 0; vote.sync.ballot.b32 votes, yes, 0xffffffff;",
-            f"and.b32 before, votes, below; popc.b32 before, before; add.s32 ${number}, before, total;",
-            "popc.b32 votes, votes; add.s32 total, total, votes;",
+            f"setp.ge.{kind} yes, ${held + number}, ${2 * held}; vote.sync.ballot.b32 votes, yes, 0xffffffff;",
+            "and.b32 before, votes, below; popc.b32 before, before; add.s32 before, before, total;",
+            f"selp.b32 ${number}, before, -1, yes; popc.b32 votes, votes; add.s32 total, total, votes;",
         ]
     # Results are written before all arguments are read.
-    constraints = ",".join(["=&r"] * held + ["r"] * held)
+    constraints = ",".join(["=&r"] * held + ["f" if kind == "f32" else "r"] * 2 * held)
     shape = jax.ShapeDtypeStruct(numbers.shape, jnp.int32)
     return plt.elementwise_inline_asm(
-        " ".join([*lines, "}"]), args=[numbers], constraints=constraints, pack=held, result_shape_dtypes=[shape]
+        " ".join([*lines, "}"]),
+        args=[numbers, jnp.full(numbers.shape, limit)],
+        constraints=constraints,
+        pack=held,
+        result_shape_dtypes=[shape],
     )[0]
 
 
@@ -128,9 +149,35 @@ class _List:
         return lax.while_loop(is_open, halve, (low, self.highest(), jnp.int32(0)))[0]
 
 
-def _select(scores_ref, first_ref, end_ref, places_ref, kept_keys, kept_places, *, top_k, num_kept, sample, interpret):
+class _Held(_List):
+    """The same in registers, as scores, which are counted in floats: both units of a multiprocessor have work."""
+
+    def __init__(
+        self,
+        scores: jax.Array,
+        read: Callable[[jax.Array], jax.Array],
+        count: jax.Array,
+        piece: int,
+        *,
+        interpret: bool,
+    ):
+        super().__init__(read, count, piece)
+        self.scores, self.interpret = scores, interpret
+
+    def reaching(self, threshold: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(self.scores >= _score(threshold), 1.0, 0.0)).astype(jnp.int32)
+
+    def highest(self) -> jax.Array:
+        return _integers(jnp.max(self.scores), interpret=self.interpret)
+
+
+def _select(
+    scores_ref, first_ref, end_ref, places_ref, kept_scores, kept_places, *, top_k, num_kept, sample, interpret
+):
     row, first = pl.program_id(0), first_ref[...]
     count = jnp.maximum(end_ref[...] - first, 0)
+    # Nought, but no constant: what is read from there on is not read in vectors, whose order votes do not know.
+    nought = jnp.minimum(count, 0)
 
     def wait_for_all():
         if not interpret:
@@ -141,8 +188,16 @@ def _select(scores_ref, first_ref, end_ref, places_ref, kept_keys, kept_places, 
         score = plt.load(scores_ref.at[row, jnp.where(slot < count, first + slot, 0)], mask=slot < count, other=0.0)
         return jnp.where(slot < count, _integers(score, interpret=interpret), LOWEST)
 
-    def kept_list(length):
-        return _List(lambda number: kept_keys[pl.ds(number * LIST_PIECE, LIST_PIECE)], length, LIST_PIECE)
+    def list_of(length, room):
+        def read(number):
+            slot = _slots(number, LIST_PIECE)
+            key = _integers(kept_scores[pl.ds(number * LIST_PIECE + nought, LIST_PIECE)], interpret=interpret)
+            return jnp.where(slot < length, key, LOWEST)
+
+        if room > HELD:
+            return _List(read, length, LIST_PIECE)
+        scores = jnp.where(_slots(0, room) < length, kept_scores[pl.ds(0, room)], -jnp.inf)
+        return _Held(scores, read, length, LIST_PIECE, interpret=interpret)
 
     @pl.when(count <= top_k)
     def _():
@@ -154,44 +209,53 @@ def _select(scores_ref, first_ref, end_ref, places_ref, kept_keys, kept_places, 
 
         lax.fori_loop(0, pl.cdiv(top_k, PIECE), piece, ())
 
+    def sampled(slot):
+        """Scores at equal distances. Both factors of the product are at most 2^15."""
+        place = slot * (count // sample) + (slot * (count % sample)) // sample
+        return plt.load(scores_ref.at[row, first + place])
+
     def guess():
         """About the number that the sample has at the wanted rank, some more for safety."""
-
-        def piece(number, _):
-            slot = _slots(number, LIST_PIECE)
-            # Both below 2^15.
-            place = slot * (count // sample) + (slot * (count % sample)) // sample
-            score = plt.load(scores_ref.at[row, first + jnp.where(slot < sample, place, 0)])
-            key = _integers(score, interpret=interpret)
-            kept_keys[pl.ds(number * LIST_PIECE, LIST_PIECE)] = jnp.where(slot < sample, key, LOWEST)
-            return ()
-
-        lax.fori_loop(0, pl.cdiv(sample, LIST_PIECE), piece, ())
-        wait_for_all()
         expected = sample * (top_k / count.astype(jnp.float32))
         rank = (expected + 4 * jnp.sqrt(expected) + 8).astype(jnp.int32)
-        threshold = kept_list(jnp.int32(sample)).threshold(rank, rank + rank // 8, jnp.minimum(count, LOWEST))
+
+        def piece(number, _):
+            kept_scores[pl.ds(number * LIST_PIECE + nought, LIST_PIECE)] = sampled(_slots(number, LIST_PIECE))
+            return ()
+
+        if sample <= HELD:
+            numbers: _List = _Held(sampled(_slots(0, sample)), read_row, jnp.int32(0), LIST_PIECE, interpret=interpret)
+        else:
+            lax.fori_loop(0, sample // LIST_PIECE, piece, ())
+            wait_for_all()
+            numbers = list_of(jnp.int32(sample), sample)
+        threshold = numbers.threshold(rank, rank + rank // 8, jnp.minimum(count, LOWEST))
         wait_for_all()
         return threshold
 
     def keep(threshold):
         """Copy out what reaches the threshold, as far as there is room; returns how many reach it."""
+        limit = _score(threshold)
 
-        def piece(number, kept):
-            slot, key = _slots(number, PIECE), read_row(number)
-            is_kept = key >= threshold
-            target = kept + _ranks(is_kept, interpret=interpret)
-            has_room = is_kept & (target < num_kept)
-            target = jnp.where(has_room, target, num_kept) if interpret else target
-            plt.store(kept_keys.at[target], key, mask=has_room)
-            plt.store(kept_places.at[target], first + slot, mask=has_room)
-            return kept + _count(is_kept)
+        def copy(number, kept, *, is_last):
+            slot = _slots(number, PIECE)
+            place = first + slot
+            if is_last:
+                score = plt.load(scores_ref.at[row, jnp.where(slot < count, place, 0)], mask=slot < count, other=0.0)
+                score = jnp.where(slot < count, score, jnp.nan)
+            else:
+                score = plt.load(scores_ref.at[row, place])
+            rank = _ranks(score, limit, interpret=interpret)
+            # What does not fit goes behind: there are too many then, and nothing of this list is used.
+            target = jnp.minimum(kept, num_kept) + rank
+            target = jnp.where(rank >= 0, target, num_kept + PIECE - 1) if interpret else target
+            plt.store(kept_scores.at[target], score, mask=rank >= 0)
+            plt.store(kept_places.at[target], place, mask=rank >= 0)
+            return kept + jnp.max(rank) + 1
 
-        kept = lax.fori_loop(0, pl.cdiv(count, PIECE), piece, jnp.int32(0))
-        # Lists are read in whole pieces.
-        behind = jnp.minimum(kept, num_kept) + _slots(0, LIST_PIECE)
-        plt.store(kept_keys.at[behind], jnp.full((LIST_PIECE,), LOWEST, jnp.int32))
-        return kept
+        num_whole = count // PIECE
+        kept = lax.fori_loop(0, num_whole, functools.partial(copy, is_last=False), nought)
+        return copy(num_whole, kept, is_last=True)
 
     def take(keys, read_places, low):
         """The best of a list, and of equal ones the first."""
@@ -201,14 +265,24 @@ def _select(scores_ref, first_ref, end_ref, places_ref, kept_keys, kept_places, 
         def piece(number, carry):
             above, equal = carry
             key = keys.read(number)
-            is_above, is_equal = key > threshold, (key == threshold) & (key > LOWEST)
-            # Two counts in one sum.
-            counts = jnp.cumsum(is_above.astype(jnp.int32) + (is_equal.astype(jnp.int32) << 16))
-            rank = equal + (counts >> 16)
-            is_best = is_above | (is_equal & (rank <= num_equal))
-            target = above + (counts & 0xFFFF) + jnp.minimum(rank, num_equal) - 1
-            plt.store(places_ref.at[jnp.where(is_best, target, top_k)], read_places(number), mask=is_best)
-            return above + _count(is_above), equal + _count(is_equal)
+            rank = _ranks(key, threshold + 1, interpret=interpret)
+            is_equal = (key == threshold) & (key > LOWEST)
+            count_of_equal = _count(is_equal)
+
+            def store(is_best, target):
+                plt.store(places_ref.at[jnp.where(is_best, target, top_k)], read_places(number), mask=is_best)
+
+            def with_equal():
+                order = equal + jnp.cumsum(is_equal.astype(jnp.int32)) - is_equal.astype(jnp.int32)
+                is_above = (key > threshold).astype(jnp.int32)
+                target = above + jnp.cumsum(is_above) - is_above + jnp.minimum(order, num_equal)
+                store((key > threshold) | (is_equal & (order < num_equal)), target)
+
+            def without_equal():
+                store(rank >= 0, above + rank + jnp.minimum(equal, num_equal))
+
+            lax.cond(count_of_equal > 0, with_equal, without_equal)
+            return above + jnp.max(rank) + 1, equal + count_of_equal
 
         lax.fori_loop(0, keys.num_pieces, piece, (jnp.int32(0), jnp.int32(0)))
 
@@ -217,16 +291,16 @@ def _select(scores_ref, first_ref, end_ref, places_ref, kept_keys, kept_places, 
         lowest = jnp.minimum(count, LOWEST)
         is_sampled = count > num_kept
         threshold = lax.cond(is_sampled, guess, lambda: lowest)
-        kept = lax.cond(is_sampled, lambda: keep(threshold), lambda: jnp.minimum(count, 0))
+        kept = lax.cond(is_sampled, lambda: keep(threshold), lambda: nought)
         wait_for_all()
         is_right = (kept >= top_k) & (kept <= num_kept)
 
         @pl.when(is_right)
         def _():
             def read_places(number):
-                return kept_places[pl.ds(number * LIST_PIECE, LIST_PIECE)]
+                return kept_places[pl.ds(number * LIST_PIECE + nought, LIST_PIECE)]
 
-            take(kept_list(kept), read_places, threshold)
+            take(list_of(kept, num_kept), read_places, threshold)
 
         @pl.when(jnp.logical_not(is_right))
         def _():

@@ -196,6 +196,17 @@ def test_integers_of_two_words_come_back_as_the_numbers_they_count():
     np.testing.assert_allclose(found, numbers / 2, rtol=1e-7)
 
 
+def test_sums_come_from_where_threads_add_them_into_the_order_of_columns():
+    from pallas_kernels.sparse_attention.hopper_backward import in_order
+
+    column = np.arange(128)
+    # A thread has pairs of columns, in a row the same pair of every 8.
+    place = column // 16 * 16 + column % 8 // 2 * 4 + column // 8 % 2 * 2 + column % 2
+    sums = np.zeros((2, 128), np.float32)
+    sums[:, place] = column
+    np.testing.assert_array_equal(in_order(jnp.asarray(sums)), np.tile(column, (2, 1)))
+
+
 @pytest.mark.slow
 def test_the_sparse_layer_compiles_for_a_gpu_with_heads_split_over_devices():
     pytest.importorskip("jax_cuda13_plugin")

@@ -36,12 +36,13 @@ def draw_rows(rows, length, seed=0):
     return scores
 
 
-@pytest.mark.parametrize("top_k", [16, 64])
-def test_the_best_of_every_range_are_found_and_of_equal_ones_the_first(monkeypatch, top_k):
+@pytest.mark.parametrize(("top_k", "held"), [(16, 4096), (64, 32)])
+def test_the_best_of_every_range_are_found_and_of_equal_ones_the_first(monkeypatch, top_k, held):
     monkeypatch.setattr(module, "PIECE", 64)
     monkeypatch.setattr(module, "LIST_PIECE", 32)
     monkeypatch.setattr(module, "SAMPLE", 32)
     monkeypatch.setattr(module, "KEPT", 64)
+    monkeypatch.setattr(module, "HELD", held)
     # Of no multiple of a piece.
     scores = np.concatenate([draw_rows(9, 701, seed) for seed in range(3)])
     random = np.random.default_rng(3)
@@ -57,7 +58,7 @@ def test_the_best_of_every_range_are_found_and_of_equal_ones_the_first(monkeypat
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
 @pytest.mark.parametrize(
     ("length", "top_k"),
-    [(2048, 2048), (32768, 2048), (131072, 2048), (9001, 64), (20011, 4096), (70003, 4096), (130, 64)],
+    [(2048, 2048), (32768, 2048), (131072, 2048), (9001, 64), (20011, 4096), (70003, 4096), (130, 64), (2**20, 2048)],
 )
 def test_the_best_of_long_rows_are_found_on_a_gpu(length, top_k):
     scores, random = draw_rows(64, length), np.random.default_rng(4)
