@@ -56,9 +56,9 @@ def run_schedule(
 
     With latency 2 what a tick computed travels during the next tick: neither waits for the other. All arrays of a
     message go as one over all borders then, since XLA has few permutations under way at a time; where forward and
-    backward passes take turns, each tick sends in one direction alone. With latency 1 an array crosses those borders only
-    behind which it is needed. Inputs stay in a buffer of as many slots as the schedule needs, from their arrival until
-    their last use.
+    backward passes take turns, each tick sends in one direction alone. With latency 1 an array crosses those borders
+    only behind which it is needed. Inputs stay in a buffer of as many slots as the schedule needs, from their arrival
+    until their last use.
     """
     slots, device = schedule.slots(runs_again=runs_again), lax.axis_index(PIPE)
     pairs = [_pairs(schedule, number, is_needed) for number in range(len(message))]
@@ -176,7 +176,7 @@ def _exchange(arrays: Message, pairs: list[list[tuple[int, int]]], as_one: bool)
     with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
         if as_one and len(arrays) > 1:
             # The running sum crosses every border.
-            return tuple(lax.ppermute(jnp.stack(arrays), PIPE, pairs[0]))
+            return (lax.ppermute(jnp.stack(arrays), PIPE, pairs[0]),)
         return tuple(lax.ppermute(leaf, PIPE, p) if p else leaf for leaf, p in zip(arrays, pairs, strict=True))
 
 
@@ -199,7 +199,8 @@ def _read(buffer: Message, slot: jax.Array) -> Message:
 
 
 def _store(buffer: Message, slot: jax.Array, arriving: Message) -> Message:
-    """`arriving` in `slot`, unless that is -1."""
+    """`arriving` in `slot`, unless that is -1; what came as one array is taken apart."""
+    arriving = arriving if len(arriving) == len(buffer) else tuple(arriving[0])
 
     def store(leaf: jax.Array, new: jax.Array) -> jax.Array:
         place = jnp.maximum(slot, 0)

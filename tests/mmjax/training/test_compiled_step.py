@@ -153,13 +153,14 @@ def test_what_is_kept_on_the_host_leaves_the_device():
     ("transfer", "fsdp", "is_hidden"), [("hidden", 1, True), ("direct", 1, False), ("hidden", 2, True)]
 )
 def test_what_a_pipelines_stages_hand_on_travels_while_they_compute(transfer, fsdp, is_hidden):
-    """Also where they gather weights meanwhile, as one program of all stages."""
+    """Also where they gather weights meanwhile, as one program of all stages, and hand on sums of residual blocks."""
     model = ModelConfig(
         width=1024,
         num_layers=4,
         full_attention_layers=(0, 1, 2, 3),
         full_attention_kind="grouped",
-        residual="plain",
+        residual="plain" if fsdp == 1 else "attention",
+        residual_block_layers=2,
         moe=MoeConfig(num_dense_layers=4, dense_width=4096),
         vision=VisionConfig(num_layers=0),
         compute_dtype="bfloat16",
@@ -177,5 +178,5 @@ def test_what_a_pipelines_stages_hand_on_travels_while_they_compute(transfer, fs
     assert sent.mesh_axes == ("pipe",)
     assert (sent.hidden_bytes > 0.9 * sent.num_bytes) == is_hidden
     if is_hidden:
-        # In each of the 12 ticks in one direction: [rows, positions, width] in bfloat16.
-        assert sent.count == 12 and sent.num_bytes == 12 * 2048 * 1024 * 2
+        # In each of the 12 ticks in one direction: [rows, positions, width] in bfloat16, and as much for a block's sum.
+        assert sent.count == 12 and sent.num_bytes == 12 * 2048 * 1024 * 2 * fsdp
