@@ -4,7 +4,6 @@ Pallas cannot name the copies of single threads, nor barriers that such copies a
 simulated warpgroup does the same with arrays and a barrier of Pallas.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,8 +18,6 @@ BLOCK = 64
 """Keys gathered at a time."""
 RING = 4
 """Blocks whose indices lie in shared memory."""
-
-_THREAD = "mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"
 
 
 class Arrivals:
@@ -43,7 +40,7 @@ class Arrivals:
         lines = ["{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;"]
         lines += [f"@first mbarrier.init.shared::cta.b64 [$0 + {8 * number}], 128;" for number in range(self.count)]
         lines += ["@first fence.proxy.async.shared::cta; barrier.sync 0; }"]
-        run_ptx("\n".join(lines), "r", ((self.words, ()),))
+        launcher.run_ptx("\n".join(lines), "r", ((self.words, ()),))
 
     def wait(self, slot: jax.Array, use: jax.Array) -> None:
         """Wait until buffer `slot` is filled for the `use`-th time, counted from 0."""
@@ -56,7 +53,7 @@ class Arrivals:
             # What threads copied is read by tensor cores, which see shared memory by another way.
             "@!done bra again_${:uid}; fence.proxy.async.shared::cta; }",
         ]
-        run_ptx("\n".join(lines), "r,r,r", ((self.words, ()),), (slot, lax.rem(use, jnp.int32(2))))
+        launcher.run_ptx("\n".join(lines), "r,r,r", ((self.words, ()),), (slot, lax.rem(use, jnp.int32(2))))
 
     def gather(self, rows: Any, index: Any, target: Any, slot: jax.Array) -> None:
         """Start copying `rows[index]` [64, L] to buffer `slot`, which is `target`. An index of -1 gives zeros.
@@ -73,7 +70,7 @@ class Arrivals:
         lines = [
             "{ .reg .b32 thread, row, piece, list, turn, target, size, token<4>;",
             ".reg .b64 base, address; .reg .pred is_row;",
-            _THREAD,
+            launcher.THREAD_OF_WARPGROUP,
             # 8 threads copy 128 bytes of a row; a thread has rows `row`, `row + 16`, ...
             "and.b32 piece, thread, 7; shr.u32 row, thread, 3; mad.lo.u32 list, row, 4, $1;",
             "shl.b32 target, piece, 4; cvt.u64.u32 base, target; add.u64 base, base, $0;",
@@ -99,7 +96,7 @@ class Arrivals:
             "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [list]; }",
         ]
         refs = (rows, ()), (index, ()), (target, launcher.swizzle(width, target.dtype)), (self.words, ())
-        run_ptx("\n".join(lines), "l,r,r,r,r", refs, (slot,))
+        launcher.run_ptx("\n".join(lines), "l,r,r,r,r", refs, (slot,))
 
 
 class Indices:
@@ -138,21 +135,3 @@ def count_blocks(indices: jax.Array) -> jax.Array:
     place = jnp.arange(1, indices.shape[1] + 1, dtype=jnp.int32)
     last = jnp.max(jnp.where(indices >= 0, place[None], 0), axis=1)
     return jnp.maximum(-(-last // BLOCK), 2)
-
-
-def run_ptx(instructions: str, constraints: str, refs: Sequence[tuple[Any, tuple]], scalars: Sequence = ()) -> None:
-    """Run PTX on the addresses of refs, given with their transforms, and then the values of int32 scalars."""
-    types = [plgpu.RefType(transforms) for _, transforms in refs] + [plgpu.Layout.WG_SPLAT for _ in scalars]
-
-    @plgpu.inline_mgpu(arg_types=tuple(types))
-    def insert(_, *operands):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import llvm
-
-        values = [utils.memref_ptr(operand) for operand in operands[: len(refs)]]
-        values += [operand.registers.item() for operand in operands[len(refs) :]]
-        void = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(void, values, instructions, constraints, has_side_effects=True)
-
-    insert(*[ref for ref, _ in refs], *scalars)  # pyright: ignore[reportCallIssue]

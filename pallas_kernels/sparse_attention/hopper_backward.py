@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
 from pallas_kernels.sparse_attention import tiles
-from pallas_kernels.sparse_attention.gathering import BLOCK, Arrivals, Indices, count_blocks, run_ptx
+from pallas_kernels.sparse_attention.gathering import BLOCK, Arrivals, Indices, count_blocks
 from pallas_kernels.sparse_attention.hopper_forward import HEADS, Items, copy_keys
 
 APART = 5
@@ -273,7 +273,7 @@ def _clear(target: Any, waiting: Any, workers: int) -> None:
         "@waits bra again_${:uid}; all_${:uid}: barrier.sync 0; }",
     ]
     refs = (target, ()), (waiting, ())
-    run_ptx("\n".join(lines), "l,l,r", refs, (lax.axis_index("worker"),))
+    launcher.run_ptx("\n".join(lines), "l,l,r", refs, (lax.axis_index("worker"),))
 
 
 def _add_rows(rows: jax.Array, index: Any, target: Any, column: jax.Array, unit: list[Any]) -> None:
