@@ -14,7 +14,7 @@ from mmjax.planner.readings import EXCHANGES, Exchange, Reading, Readings
 
 _AXIS = "devices"
 # Exchanges in one program, one after the other: what it takes to start a program is shared by all of them.
-AT_A_TIME = 8
+_AT_A_TIME = 8
 
 
 def read_links(sizes: Sequence[int], repeats: int = 10, devices: Sequence[Any] | None = None) -> Readings:
@@ -46,7 +46,7 @@ def _read(exchange: Exchange, num_bytes: int, repeats: int, mesh: Mesh) -> Readi
 
     run = jax.jit(
         jax.shard_map(
-            lambda values: lax.fori_loop(0, AT_A_TIME, next_one, values),
+            lambda values: lax.fori_loop(0, _AT_A_TIME, next_one, values),
             mesh=mesh,
             in_specs=PartitionSpec(_AXIS),
             out_specs=PartitionSpec(_AXIS),
@@ -64,7 +64,7 @@ def _read(exchange: Exchange, num_bytes: int, repeats: int, mesh: Mesh) -> Readi
         exchange=exchange,
         num_devices=num_devices,
         num_bytes=4.0 * local_values * parts,
-        seconds=float(np.median(seconds)) / AT_A_TIME,
+        seconds=float(np.median(seconds)) / _AT_A_TIME,
     )
 
 

@@ -90,7 +90,8 @@ def fit_readings(readings: Readings, base: Rates | None = None) -> StepFit:
     fitted = scaled(rates, *factors)
 
     def from_others(step: _Step) -> float:
-        return step.predict(scaled(rates, *_fit([other for other in steps if other is not step], rates)))
+        others = [other for other in steps if other is not step]
+        return step.predict(scaled(rates, *_fit(others, rates, factors)))
 
     errors = tuple(
         StepError(
@@ -155,7 +156,9 @@ def _tuning(reading: StepReading) -> Tuning:
         ) from error
 
 
-def _fit(steps: Sequence[_Step], rates: Rates) -> tuple[float, float, float]:
+def _fit(
+    steps: Sequence[_Step], rates: Rates, start: tuple[float, float, float] = (1.0, 1.0, 1.0)
+) -> tuple[float, float, float]:
     if not steps:
         return 1.0, 1.0, 1.0
 
@@ -164,5 +167,6 @@ def _fit(steps: Sequence[_Step], rates: Rates) -> tuple[float, float, float]:
         errors = [step.predict(tried) / step.reading.seconds - 1 for step in steps]
         return np.array([*errors, *(_PRIOR * logarithms)])
 
-    compute, memory, exchange = np.exp(least_squares(residuals, np.zeros(3)).x)
+    # Readings are good to a percent; a tenth of one is near enough.
+    compute, memory, exchange = np.exp(least_squares(residuals, np.log(start), xtol=1e-3, ftol=1e-4).x)
     return float(compute), float(memory), float(exchange)

@@ -112,20 +112,18 @@ def environment_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def link_table(outcomes: Sequence[Outcome]) -> Table:
-    columns = ("exchange", "bytes", "measured", "GB/s sent by a device", "kernel alone", "expected")
-    table = Table(*columns, "measured / expected")
+    table = Table("exchange", "bytes", "measured", "GB/s sent by a device", "expected", "measured / expected")
     for outcome in outcomes:
         for result in outcome.results if outcome.part == "links" else ():
             if "fit" in result:
                 planned = f"{result['planned_link'] / 1e9:.0f} GB/s"
-                table.add_row("fit", "", escape(result["fit"]), "", "", planned, "")
+                table.add_row("fit", "", escape(result["fit"]), "", planned, "")
                 continue
             table.add_row(
                 result["exchange"],
                 f"{result['num_bytes']:,.0f}",
                 milliseconds(result["seconds"]),
                 f"{result['bandwidth'] / 1e9:.1f}",
-                milliseconds(result["kernel_seconds"]) if result["kernel_seconds"] else "",
                 milliseconds(result["expected_seconds"]),
                 f"{result['seconds'] / result['expected_seconds']:.2f}",
             )

@@ -59,7 +59,7 @@ def test_links_that_were_read_are_not_read_again_from_steps():
 
 def test_a_step_is_predicted_from_the_others_only_when_somebody_asks(monkeypatch):
     numbers = []
-    monkeypatch.setattr(step_fit, "_fit", lambda steps, _: numbers.append(len(steps)) or (1.0, 1.0, 1.0))
+    monkeypatch.setattr(step_fit, "_fit", lambda steps, *_: numbers.append(len(steps)) or (1.0, 1.0, 1.0))
     fit = fit_readings(Readings(hardware="H200", versions={}, steps=tuple(synthetic(Rates())[:3])))
     assert "3 steps" in fit.describe() and numbers == [3]
     assert fit.steps[1].error_from_others == fit.steps[1].error_from_others == pytest.approx(0) and numbers == [3, 2]
