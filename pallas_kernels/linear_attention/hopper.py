@@ -330,11 +330,12 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
                 sums_smem[own] = decay_gradient
                 keys_smem[1, own] = key_gradient.astype(jnp.bfloat16)
                 plgpu.commit_smem()
-
-                @pl.when(is_deep_smem[0] == 0)
-                def _():
-                    plgpu.copy_smem_to_gmem(sums_smem.at[own], decay_out.at[row, tokens, head, channels])
-
+                is_near, result = is_deep_smem[0] == 0, sums_smem.at[own]
+                target = decay_out.at[row, tokens, head, channels]
+                if launcher.is_simulated():  # which never ends with a predicate
+                    pl.when(is_near)(lambda: plgpu.copy_smem_to_gmem(result, target))
+                else:  # A branch makes the loop too long for the instruction cache.
+                    plgpu.copy_smem_to_gmem(result, target, is_near)
                 plgpu.copy_smem_to_gmem(keys_smem.at[0, own], query_out.at[row, tokens, head, channels])
                 plgpu.copy_smem_to_gmem(keys_smem.at[1, own], key_out.at[row, tokens, head, channels])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

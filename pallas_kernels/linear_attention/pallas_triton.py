@@ -55,7 +55,7 @@ class Settings(NamedTuple):
     gradient_columns: int = 32
     pieces: int | None = 1
     """Into how many a row is cut for the scans; None for as many as fill the GPU. A row stays whole unless
-    told: on a GPU gradients have been checked in 4 pieces alone, and no step was timed."""
+    told: no step in pieces was timed."""
 
 
 def reason_against(
