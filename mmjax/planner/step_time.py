@@ -23,6 +23,7 @@ from mmjax.planner.hardware import Cluster
 from mmjax.planner.memory import InFlight, keeps_layers, num_expert_devices, num_moments
 from mmjax.planner.parameters import ITEM_BYTES, PACKED_BYTES, ParameterArray, Shard, shards
 from mmjax.planner.pipeline_cut import slowest_stage
+from mmjax.planner.remat import kept_results
 from mmjax.planner.schedules import Scheduling, cost_of, scheduling_of
 from mmjax.planner.stages import part_flops
 
@@ -108,9 +109,19 @@ class StepClock:
             recompute=recompute,
             bubble=self.bubble_seconds(config, forward, backward + recompute),
             optimizer=self._of_mesh(self._optimizer_seconds, config, held),
+            offload=self._offload_seconds(config),
             **nothing,
         )
         return dataclasses.replace(time, **self.exchange_terms(config, time, held))
+
+    def _offload_seconds(self, config: RunConfig) -> float:
+        """Each micro-batch copies the results of a device's own layers: 2 bytes / bandwidth * (1 - overlap)."""
+        if not (names := config.model.remat_offload):
+            return 0.0
+        results = kept_results(config, self.cluster, self.rates)
+        host_bytes = sum(result.num_bytes for result in results if result.name in names) / config.mesh.pipe
+        exposed = 2 * host_bytes / self.cluster.gpu.pcie_bandwidth * (1 - self.rates.overlap)
+        return config.training.accumulation * exposed
 
     def exchange_terms(self, config: RunConfig, time: StepTime, held: Sequence[Shard]) -> dict[str, float]:
         """Seconds of each exchange of a step whose computing takes as long as `time` says."""

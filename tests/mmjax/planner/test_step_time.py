@@ -143,6 +143,17 @@ def test_gathers_of_weights_hide_under_computing():
     assert exposed == pytest.approx((2 * tables + 3 * (linear + full + mlps)) * 4 / 2 / 1e6)
 
 
+def test_results_on_the_host_cost_their_way_there_and_back():
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, remat_offload=("experts",)))
+    rates = dataclasses.replace(EVEN, overlap=0.25)
+    time, split = step(config, rates=rates), step(config, rates=rates, fsdp=2)
+    # Of 80 tokens, 8 numbers of 4 bytes in the one layer with experts, at 1e6 bytes/s; a quarter lies under computing.
+    assert time.offload == pytest.approx(2 * 80 * 8 * 4 / 1e6 * 0.75)
+    assert split.offload == pytest.approx(time.offload / 2)
+    assert time.recompute < step().recompute
+    assert step().offload == 0
+
+
 def test_frozen_weights_are_gathered_but_their_gradients_never_scattered():
     full, lora = step(fsdp=2), step(fsdp=2, tuning=Tuning(kind="lora", rank=0))
     assert 0.5 < lora.weight_exchange / full.weight_exchange < 0.7
