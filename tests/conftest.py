@@ -75,6 +75,17 @@ def no_compilation_cache() -> Iterator[None]:
 
 
 @pytest.fixture
+def described_gpus() -> list[jax.Device]:
+    """Two H200 that need not be there: programs can be compiled for them."""
+    pytest.importorskip("jax_cuda13_plugin")
+    from mmjax.config import MeshConfig
+    from mmjax.parallel.described import described_mesh
+    from mmjax.planner.topology import read_cluster
+
+    return list(described_mesh(MeshConfig(fsdp=2), read_cluster("1x2xh200")).devices.flat)
+
+
+@pytest.fixture
 def one_device() -> Callable:
     """`one_device(f)` runs `f` on whole arrays inside `shard_map` over a mesh of one device, as all model code runs."""
     from mmjax.config import MeshConfig

@@ -12,18 +12,6 @@ from pallas_kernels.attention_residual import hopper, xla
 from pallas_kernels.attention_residual.api import attention_residual
 
 EPSILON = 1e-5
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-}
-platform_name: "CUDA" device_description_str: "NVIDIA H200"
-"""
 
 
 def draw(num_sources, shape, width, seed=0):
@@ -88,14 +76,10 @@ def test_what_the_kernels_cannot_take_is_said():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_compilation_cache")
-def test_forward_and_backward_compile_without_a_gpu_inside_shard_map():
-    pytest.importorskip("jax_cuda13_plugin")
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2").devices
+def test_forward_and_backward_compile_without_a_gpu_inside_shard_map(described_gpus):
     from jax.sharding import AbstractDevice, AxisType, Mesh, NamedSharding, PartitionSpec
 
-    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(described_gpus), ("data",), axis_types=(AxisType.Auto,))
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     abstract = mesh.abstract_mesh.update(abstract_device=device)
     rows, whole = PartitionSpec("data"), PartitionSpec()

@@ -11,19 +11,6 @@ from pallas_kernels import launcher
 from pallas_kernels.cross_entropy import chunked, pallas_triton, reference
 from pallas_kernels.cross_entropy.api import cross_entropy, cross_entropy_and_gradients
 
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 } device_description_str: "NVIDIA H200"
-"""
-
 
 def draw(tokens, width, vocabulary, counted, seed=0):
     """(hidden, head, targets, weights): `counted` tokens count; logits of about 3."""
@@ -166,19 +153,15 @@ def test_what_the_kernels_cannot_take_is_said():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_compilation_cache")
-def test_a_step_compiles_without_a_gpu_and_holds_one_chunk_of_logits():
+def test_a_step_compiles_without_a_gpu_and_holds_one_chunk_of_logits(described_gpus):
     """Also inside `shard_map`, the vocabulary split over two devices."""
-    pytest.importorskip("jax_cuda13_plugin")
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2").devices
     from jax.sharding import AbstractDevice, AxisType, Mesh, NamedSharding, PartitionSpec
 
     chunk, (tokens, width, vocabulary) = 256, (1024, 512, 8128)
     shapes = ((tokens, width), (width, vocabulary), (tokens,), (tokens,))
     dtypes = (jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32)
     for num_devices, axis in ((1, None), (2, "tensor")):
-        mesh = Mesh(np.array(devices[:num_devices]), ("tensor",), axis_types=(AxisType.Auto,))
+        mesh = Mesh(np.array(described_gpus[:num_devices]), ("tensor",), axis_types=(AxisType.Auto,))
         specs = (PartitionSpec(), PartitionSpec(None, axis), PartitionSpec(), PartitionSpec())
         outputs = PartitionSpec(), specs[0], specs[1]
         loss_of = partial(

@@ -21,18 +21,6 @@ DECAYS = {
     "mixed": lambda random, shape: -np.exp(random.uniform(-9, 4.5, shape)),
     "saturated": lambda random, shape: np.where(random.random(shape) < 0.5, 0.0, -1000.0),
 }
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-}
-platform_name: "CUDA" device_description_str: "NVIDIA H200"
-"""
 
 
 def draw(length, documents, decay="bounded", *, heads=2, key_heads=2, by_channel=True, widths=(16, 16), seed=0):
@@ -243,13 +231,10 @@ def test_the_choice_of_the_plain_form_is_logged_once(caplog):
         (False, 1, pallas_triton.Settings(pieces=2)),
     ],
 )
-def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(by_channel, key_heads, settings):
-    pytest.importorskip("jax_cuda13_plugin")
-    from jax.experimental import topologies
+def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(by_channel, key_heads, settings, described_gpus):
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2")
-    mesh = Mesh(np.array(topology.devices), ("data",))
+    mesh = Mesh(np.array(described_gpus), ("data",))
     arrays, segments, gradients = draw(128, [128], key_heads=key_heads, by_channel=by_channel, widths=(128, 128))
     arguments = jax.tree.map(lambda array: jnp.repeat(jnp.asarray(array), 2, axis=0), (arrays, segments, gradients))
     rule = functools.partial(pallas_triton.delta_rule, settings=settings)

@@ -15,21 +15,6 @@ from pallas_kernels.moe.tiles import BLOCK, Counter, Shape, cut_tiles
 
 needs_simulation = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not end these simulations")
 
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  device_vendor: "NVIDIA Corporation" name: "NVIDIA H200"
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 } device_description_str: "NVIDIA H200"
-"""
-
 
 def draw(index, num_experts, width, hidden, rank=0, seed=0):
     """(rows, weight, gate, up, down, adapters), gradient of the result; all but weights of the router bfloat16."""
@@ -235,13 +220,12 @@ def test_a_named_implementation_that_cannot_run_is_an_error():
 
 
 @pytest.mark.slow
-def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map_and_hold_no_buffer_per_expert_and_token():
-    pytest.importorskip("jax_cuda13_plugin")
-    from jax.experimental import topologies
+def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map_and_hold_no_buffer_per_expert_and_token(
+    described_gpus,
+):
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2")
-    mesh = Mesh(np.array(topology.devices), ("data",))
+    mesh = Mesh(np.array(described_gpus), ("data",))
     tokens, choices, experts, width, hidden = 2048, 4, 32, 256, 128
     shapes = [(tokens, width), (tokens, choices), (experts, width, hidden), (experts, width, hidden)]
     shapes += [(experts, hidden, width), (tokens, width)]
@@ -271,18 +255,15 @@ def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map_and_hold_no_bu
 @pytest.mark.slow
 @pytest.mark.parametrize("is_packed", [False, True], ids=["bfloat16", "MXFP4"])
 def test_the_exchange_with_other_devices_compiles_around_the_kernels_and_adapters_cost_no_gradient_of_weights(
-    is_packed,
+    is_packed, described_gpus
 ):
-    pytest.importorskip("jax_cuda13_plugin")
-    from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from mmjax.axes import DATA_AXES, MESH_AXES
     from mmjax.parallel.expert import ExpertExchange, exchange_experts
     from mmjax.parallel.fsdp import make_varying
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2")
-    mesh = Mesh(np.array(topology.devices).reshape([2 if axis == "expert" else 1 for axis in MESH_AXES]), MESH_AXES)
+    mesh = Mesh(np.array(described_gpus).reshape([2 if axis == "expert" else 1 for axis in MESH_AXES]), MESH_AXES)
     index = jax.ShapeDtypeStruct((256, 2), jnp.int32)
     (rows, _, *weights, adapters), gradient = jax.eval_shape(lambda: draw(index, 4, 256, 384, rank=8))
     if is_packed:

@@ -13,19 +13,6 @@ from pallas_kernels.sparse_attention.api import indexer_loss, select_keys, selec
 
 SCALE = 0.07
 
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
-  device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
-platform_name: "CUDA" device_description_str: "NVIDIA H200"
-runtime_version { major: 13 } dnn_version_info { major: 9 minor: 10 }
-"""
-
 
 def draw_selection(random, queries, keys, num_selected):
     """Indices [1, Q, N]: of one query none, of one all that fit, of the others some, at any place, none from behind."""
@@ -208,13 +195,10 @@ def test_sums_come_from_where_threads_add_them_into_the_order_of_columns():
 
 
 @pytest.mark.slow
-def test_the_sparse_layer_compiles_for_a_gpu_with_heads_split_over_devices():
-    pytest.importorskip("jax_cuda13_plugin")
-    from jax.experimental import topologies
+def test_the_sparse_layer_compiles_for_a_gpu_with_heads_split_over_devices(described_gpus):
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x2")
-    mesh = Mesh(np.array(topology.devices), ("tensor",))
+    mesh = Mesh(np.array(described_gpus), ("tensor",))
     tokens, heads, index_heads = 4096, 192, 32
 
     def step(query, latent, index_query, index_key, weight, segments):
