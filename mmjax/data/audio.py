@@ -25,9 +25,7 @@ def clip_shape(length: int, clip_length: int, audio: AudioConfig) -> tuple[int, 
 
     Of the last clip only those features count that hold some of the stream, at least one.
     """
-    num_clips = max(1, math.ceil(length / clip_length))
-    last = math.ceil((length - (num_clips - 1) * clip_length) / clip_length * audio.clip_features)
-    return num_clips, (num_clips - 1) * audio.clip_features + max(1, last)
+    return max(1, -(-length // clip_length)), max(1, -(-length * audio.clip_features // clip_length))
 
 
 def log_mel(samples: np.ndarray, *, num_bins: int = 80, num_frames: int = 3000) -> np.ndarray:

@@ -17,7 +17,7 @@ from mmjax.data.tokenizer import Tokenizer
 from mmjax.errors import DataError
 
 # Rises when the same settings and files begin to give other batches.
-PIPELINE_VERSION = 4
+PIPELINE_VERSION = 5
 # Settings that decide whether a sample can be used, and what it needs.
 SAMPLE_SETTINGS = (
     "media_root",

@@ -109,5 +109,7 @@ def test_clips_and_features_follow_the_length_of_the_sound():
     two = sounds.clips(np.concatenate([tone(3.0, 16_000), tone(1.0, 16_000)]), AUDIO)
     np.testing.assert_array_equal(one[0], two[0])
     np.testing.assert_array_equal(sounds.silence(2, AUDIO), sounds.clips(np.zeros(3 * 16_000 + 1), AUDIO))
+    # Whole features of clips of 30 s, which a quotient of floats makes a little more of.
+    assert [sounds.shape_of(1600 * count, AudioConfig()).num_features for count in (21, 51, 321)] == [21, 51, 321]
     odd = dataclasses.replace(AUDIO, clip_frames=130)
     assert sounds.clips(tone(1.3, 16_000), odd).shape == (1, 130, 20)
