@@ -148,6 +148,7 @@ def read_command(arguments: Sequence[str]) -> Command:
 # Settings of a model that are a matter of the run: how it is computed and trained, not what it is.
 _OF_A_RUN = (
     *("compute_dtype", "remat", "remat_keep", "remat_offload", "loss_chunk_tokens", "layer_loops"),
+    *("pipeline_stages", "pipeline_chunks"),
     *("linear_attention.chunk_tokens", "gated_delta_net.chunk_tokens"),
     *("full_attention.query_chunk_tokens", "grouped_attention.query_chunk_tokens"),
     "full_attention.deterministic_gradients",
@@ -160,7 +161,7 @@ _OF_A_RUN = (
         for name in ("balance_coefficient", "balance_over", "z_coefficient", "sign_rate", "quantile_bins")
     ),
 )
-_OF_AN_INDEXER = ("full_attention.indexer.stage", "full_attention.indexer.loss_coefficient")
+_OF_AN_INDEXER = tuple(f"full_attention.indexer.{name}" for name in ("stage", "loss_coefficient", "score_dtype"))
 
 
 def with_run_settings(model: ModelConfig, described: ModelConfig) -> ModelConfig:

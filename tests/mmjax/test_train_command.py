@@ -64,6 +64,11 @@ def test_what_an_experiment_says_of_the_run_outlives_the_weights_model():
     assert train.with_run_settings(described, described) == described
     warmed = train.find_experiment("indexer_warmup").model
     assert train.with_run_settings(described, warmed).full_attention.indexer.stage == "dense"
+    indexer = dataclasses.replace(warmed.full_attention.indexer, score_dtype="float8_e4m3fn")
+    rounded = dataclasses.replace(warmed, full_attention=dataclasses.replace(warmed.full_attention, indexer=indexer))
+    assert train.with_run_settings(described, rounded).full_attention.indexer.score_dtype == "float8_e4m3fn"
+    staged = dataclasses.replace(released, pipeline_stages=(40, 53))
+    assert train.with_run_settings(released, staged) == staged
 
 
 def test_mesh_is_read_whole_or_axis_by_axis():
