@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 from mmjax.errors import CheckpointError
 
 LARGEST_TEXT_BYTES = 512 << 20
+# What transformers writes for a tokenizer without a limit (`model_max_length`).
+_NO_LIMIT = str(int(1e30))
 
 
 def read_json(file: Path, *, largest_bytes: int = LARGEST_TEXT_BYTES) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
         return value
 
     def integer(text: str) -> int:
-        if len(text) > 20:
+        if len(text) > 20 and text != _NO_LIMIT:
             refuse(f"a whole number of {len(text)} digits")
         return int(text)
 

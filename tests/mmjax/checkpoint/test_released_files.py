@@ -201,6 +201,12 @@ def test_a_bad_json_file_is_refused_by_name(tmp_path, releases, run_convert, cap
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+def test_a_tokenizer_without_a_limit_is_taken(tmp_path, releases, run_convert):
+    folder, _ = _sharded(tmp_path, releases)
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
+    assert run_convert(folder, tmp_path / "ours") == 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
