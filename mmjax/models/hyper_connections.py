@@ -1,5 +1,6 @@
 """Manifold-constrained hyper-connections: several residual streams a token, mixed by doubly stochastic matrices."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,9 @@ from jax import lax
 
 from mmjax.config import ModelConfig
 from mmjax.models.layers import at_least_float32, normal, ones, parameter, use, zeros
+
+# GPUs round what they multiply to 10 bits where no precision is asked for.
+wide_product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 class StreamWeights(NamedTuple):
@@ -47,11 +51,11 @@ class HyperConnection(nnx.Module):
         wide = streams.astype(at_least_float32(streams.dtype))
         flat = wide.reshape(*wide.shape[:2], -1)
         flat *= lax.rsqrt(jnp.mean(jnp.square(flat), axis=-1, keepdims=True) + self.norm_epsilon)
-        weights = jnp.einsum("bsf,fc->bsc", flat, use(self.projection, wide.dtype))
+        weights = wide_product("bsf,fc->bsc", flat, use(self.projection, wide.dtype))
         num, scale, base = config.num_streams, use(self.scale, wide.dtype), use(self.base, wide.dtype)[None, None]
         parts = zip(jnp.split(weights, [num, 2 * num], -1), scale, jnp.split(base, [num, 2 * num], -1), strict=True)
         taken, output, mix = (part * factor + start for part, factor, start in parts)
-        collapsed = jnp.einsum("bsn,bsnd->bsd", jax.nn.sigmoid(taken) + config.epsilon, wide)
+        collapsed = wide_product("bsn,bsnd->bsd", jax.nn.sigmoid(taken) + config.epsilon, wide)
         mix = jax.nn.softmax(mix.reshape(*mix.shape[:2], num, num), axis=-1) + config.epsilon
         mix = self._doubly_stochastic(mix)
         return collapsed.astype(streams.dtype), StreamWeights(2 * jax.nn.sigmoid(output), mix)
@@ -59,7 +63,7 @@ class HyperConnection(nnx.Module):
     def leave(self, streams: jax.Array, output: jax.Array, weights: StreamWeights) -> jax.Array:
         """The streams [b, s, n, d] behind the block whose output is `output` [b, s, d]."""
         wide = weights.mix.dtype
-        mixed = jnp.einsum("bsij,bsid->bsjd", weights.mix, streams.astype(wide))
+        mixed = wide_product("bsij,bsid->bsjd", weights.mix, streams.astype(wide))
         return (mixed + weights.output[..., None] * output.astype(wide)[:, :, None]).astype(streams.dtype)
 
     def _doubly_stochastic(self, mix: jax.Array) -> jax.Array:
