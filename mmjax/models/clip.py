@@ -16,7 +16,7 @@ from flax import nnx
 
 from mmjax.config import VisionConfig
 from mmjax.models.encoder import EncoderLayer
-from mmjax.models.layers import LayerNorm, add_bias, normal, parameter, project, use, zeros
+from mmjax.models.layers import LayerNorm, add_bias, at_least_float32, normal, parameter, project, use, zeros
 from mmjax.models.stack import part_of_stack, scan_stack, stacked
 
 
@@ -45,10 +45,12 @@ class ClipTower(nnx.Module):
         is_class = row < 0
         # Numbers in padding slots must not reach a sum, so even a NaN there does no harm.
         embedded = project("bpi,id->bpd", jnp.where(is_slot & ~is_class[..., None], patches, 0), self.patch_embedding)
-        class_embedding = use(self.class_embedding, patches.dtype)[None, None]
+        # In at least float32, so that the gradients of all pictures add up unrounded.
+        wide = at_least_float32(patches.dtype)
+        class_embedding = jnp.broadcast_to(use(self.class_embedding, wide), embedded.shape).astype(patches.dtype)
         embedded += jnp.where(is_class[..., None], class_embedding, 0)
         entry = jnp.where(is_class, 0, 1 + row * self.vision.table_columns + column)
-        embedded += jnp.take(use(self.position_table, patches.dtype), entry, axis=0)
+        embedded += jnp.take(use(self.position_table, wide), entry, axis=0).astype(patches.dtype)
 
         def run_layer(layer: EncoderLayer, hidden: jax.Array, _: None) -> tuple[jax.Array, None]:
             return layer(hidden, segment_ids), None
@@ -77,12 +79,14 @@ class ClipProjector(nnx.Module):
             self.newline = None
 
     def __call__(self, features: jax.Array) -> jax.Array:
-        """[b, P, depths * width] -> [b, P, D], or [b, P + 1, D] with the newline at the end."""
+        """[b, P, depths * width] -> [b, P, D], or [b, P + 1, D] in at least float32 with the newline at the end."""
         hidden = project("bpi,id->bpd", features, self.up)
         hidden = jax.nn.gelu(hidden if self.up_bias is None else add_bias(hidden, self.up_bias), approximate=False)
         hidden = project("bpi,id->bpd", hidden, self.down)
         hidden = hidden if self.down_bias is None else add_bias(hidden, self.down_bias)
         if self.newline is None:
             return hidden
-        newline = jnp.broadcast_to(use(self.newline, hidden.dtype), (hidden.shape[0], 1, hidden.shape[2]))
-        return jnp.concatenate([hidden, newline], axis=1)
+        # So that the gradients of all the tokens that it stands for add up unrounded.
+        wide = at_least_float32(hidden.dtype)
+        newline = jnp.broadcast_to(use(self.newline, wide), (hidden.shape[0], 1, hidden.shape[2]))
+        return jnp.concatenate([hidden.astype(wide), newline], axis=1)

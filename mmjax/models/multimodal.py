@@ -99,7 +99,7 @@ class MultimodalModel(nnx.Module):
         return hear(self.audio, self.audio_projector, spectrograms, batch.sound_index)
 
     def picture_features(self, batch: Batch) -> VisualFeatures:
-        """Projected features of each row's pictures, in the compute dtype."""
+        """Projected features of each row's pictures (see `read_pictures`)."""
         patches = batch.patches.astype(self.model.compute_dtype)
         return read_pictures(self.vision, self.projector, patches, batch)
 
@@ -110,7 +110,7 @@ def place_features(embeddings: jax.Array, features: jax.Array, feature_index: ja
     # Beside the features, not at one of them: gradients of all other tokens would wait for each other there.
     place = jnp.where(is_feature, feature_index, features.shape[1])
     rows = jnp.take_along_axis(features, place[..., None], axis=1, mode="fill", fill_value=0)
-    return jnp.where(is_feature[..., None], rows, embeddings)
+    return jnp.where(is_feature[..., None], rows.astype(embeddings.dtype), embeddings)
 
 
 @dataclass(frozen=True)

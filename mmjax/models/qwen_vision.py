@@ -46,7 +46,8 @@ class QwenTower(nnx.Module):
         patches = jnp.where(is_patch, patches, 0)
         position, grid = jnp.where(is_patch, position, 0), jnp.where(is_patch, grid, 1)
         hidden = add_bias(project("bpi,id->bpd", patches, self.patch_embedding), self.patch_bias)
-        hidden += interpolated_position(use(self.position_table, dtype), position, grid, corners="aligned")
+        table = use(self.position_table, at_least_float32(dtype))
+        hidden += interpolated_position(table, position, grid, corners="aligned").astype(dtype)
         rotation = row_column_rotation(position, self.vision.head_width, self.vision.rope_base, dtype)
 
         def run_layer(layer: EncoderLayer, hidden: jax.Array, _: None) -> tuple[jax.Array, None]:

@@ -50,7 +50,7 @@ def make_projector(model: ModelConfig) -> nnx.Module | None:
 
 
 def read_pictures(tower: nnx.Module, projector: nnx.Module | None, patches: jax.Array, batch: Batch) -> VisualFeatures:
-    """`patches` are those of `batch` in the compute dtype, which is that of the features."""
+    """`patches` are those of `batch` in the compute dtype; features are in it, or wider beside a learned newline."""
     segment_ids, position, grid = batch.patch_segment_ids, batch.patch_position, batch.patch_grid
     match tower, projector:
         case VisionTower(), Projector():

@@ -54,7 +54,7 @@ class VisionTower(nnx.Module):
         patches = jnp.where(is_patch, patches, 0)
         position, grid = jnp.where(is_patch, position, 0), jnp.where(is_patch, grid, 1)
         hidden = project("bpi,id->bpd", patches, self.patch_embedding)
-        hidden += interpolated_position(use(self.position_table, dtype), position, grid)
+        hidden += interpolated_position(use(self.position_table, at_least_float32(dtype)), position, grid).astype(dtype)
         hidden += time_position(position, grid, self.vision.width, dtype)
         rotation = rotary_angles(position, self.vision.head_width, self.vision.rope_base, dtype)
 
@@ -133,8 +133,9 @@ def interpolated_position(
         half_pixel: source = clip((index + 1/2) * table_size / image_size - 1/2, 0, table_size - 1)
         aligned:    source = index * (table_size - 1) / max(image_size - 1, 1)
 
-    and the four entries around it mixed linearly, in at least float32: bilinear, no antialiasing, edges clamped. An
-    image of the table's size gets the table itself. Equal to torch's `interpolate(mode="bilinear")` with
+    and the four entries around it mixed linearly, in at least float32, which the table should be in, so that gradients
+    of all images add up unrounded. Bilinear, no antialiasing, edges clamped: an image of the table's size gets the
+    table itself. Equal to torch's `interpolate(mode="bilinear")` with
     `align_corners` False and True.
     """
     wide = at_least_float32(table.dtype)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +19,8 @@ from mmjax.config import (
     VisionConfig,
     describe_mesh,
 )
-from mmjax.models.multimodal import define
+from mmjax.data.batch import Batch
+from mmjax.models.multimodal import define, place_features
 from mmjax.parallel.mesh import make_mesh
 from mmjax.training.step import make_value_and_gradient, place_batch
 
@@ -140,3 +142,45 @@ def test_a_mesh_hears_what_one_device_hears(make_batch):
     for path, gradient in gradients.items():
         assert np.all(np.isfinite(gradient)) and gradient.any() == (path != "audio.sinusoids"), path
         assert np.abs(gradient - others[path]).max() <= 1e-11 * max(1e-3, np.abs(gradient).max()), path
+
+
+@pytest.mark.parametrize("kind", ["clip", "moonvit", "qwen3_vl"])
+def test_gradients_of_what_all_pictures_share_add_up_unrounded(kind, one_device):
+    vision = dataclasses.replace(VISION, kind=kind, num_layers=1, table_rows=2, table_columns=2)
+    if kind == "clip":
+        vision = dataclasses.replace(vision, table_rows=1, feature_depths=(0,), newline="learned")
+    model = dataclasses.replace(model_of("fuyu"), vision=vision, parameter_dtype="float32", compute_dtype="bfloat16")
+    definition, random = define(model), np.random.default_rng(1)
+    parameters = {path: array.astype(np.float32) for path, array in random_parameters(model).items()}
+    patches = random.normal(size=(4, vision.patch_values))
+    position = [(0, -1, -1), (0, 0, 0), (0, 0, 1)] if kind == "clip" else [(0, r, c) for r in (0, 1) for c in (0, 1)]
+    size = len(position)
+    weights = random.normal(size=(size + 1, model.width)).astype(np.float32)
+
+    def gradients(number: int) -> dict:
+        """Of `number` equal pictures in a row; those of a tower with newlines end with one."""
+        num_features = size if kind == "clip" else 1
+        starts = np.arange(number)[:, None] * num_features
+        index = np.concatenate([starts + np.arange(num_features), np.full_like(starts, number * size)], axis=1)
+        index = index if kind == "clip" else starts
+        batch = Batch(*[None] * len(Batch._fields))._replace(
+            patches=np.tile(patches[:size], (number, 1))[None],
+            patch_segment_ids=np.repeat(np.arange(1, number + 1, dtype=np.int32), size)[None],
+            patch_position=np.tile(np.array(position, np.int32), (number, 1))[None],
+            patch_grid=np.full((1, number * size, 3), (1, 2 - (kind == "clip"), 2), np.int32),
+            patch_feature=np.arange(number, dtype=np.int32)[None],
+        )
+
+        def loss(parameters):
+            module = definition.assemble(parameters, {})
+            nothing = jnp.zeros((1, index.size, model.width), jnp.bfloat16)
+            features = module.picture_features(jax.tree.map(jnp.asarray, batch)).features
+            placed = place_features(nothing, features, jnp.asarray(index.reshape(1, -1)))
+            return jnp.sum(placed.astype(jnp.float32) * np.tile(weights[: index.shape[1]], (number, 1))[None])
+
+        return jax.device_get(jax.jit(one_device(jax.grad(loss)))(parameters))
+
+    one, many = gradients(1), gradients(300)
+    shared = ["vision.position_table"] + ["vision.class_embedding", "projector.newline"] * (kind == "clip")
+    for path in shared:
+        assert np.abs(many[path] / 300 - one[path]).max() <= 4e-3 * np.abs(one[path]).max(), path
