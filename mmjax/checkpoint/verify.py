@@ -114,7 +114,7 @@ def _their_logits(original: Path, inputs: list[dict[str, np.ndarray]]) -> list[n
         import transformers
     except ImportError as error:
         raise ConfigurationError(
-            "--verify", found=str(error), expected="torch and transformers", remedy='pip install "mmjax[parity]"'
+            "--verify", found=str(error), expected="torch and transformers", remedy="pip install -e '.[parity]'"
         ) from error
     # Without an answer of its own, transformers asks whether to run code that came with the weights.
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}

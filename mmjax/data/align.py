@@ -399,7 +399,7 @@ def _sound_reader(sound: Sound) -> ModuleType:
             sound.where,
             found=f"a sound, {sound.path!r}, and no package {error.name}",
             expected="the extra for sounds",
-            remedy="pip install 'mmjax[audio]'",
+            remedy="pip install -e '.[audio]'",
         ) from error
 
 

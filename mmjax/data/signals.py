@@ -122,7 +122,7 @@ def _wav(signal: Sound, stream: BinaryIO) -> tuple:
     try:
         import soundfile
     except ImportError as error:
-        raise _refusal(signal, f"no .npy, and no package {error.name}", "pip install 'mmjax[audio]'") from error
+        raise _refusal(signal, f"no .npy, and no package {error.name}", "pip install -e '.[audio]'") from error
     try:
         file = soundfile.SoundFile(stream)
         if file.format != "WAV" or not 1 <= file.samplerate <= MAX_RATE:

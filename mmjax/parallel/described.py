@@ -45,7 +45,7 @@ def described_mesh(mesh: MeshConfig, cluster: Cluster) -> jax.sharding.Mesh:
             "--cluster",
             found="no CUDA plug-in of JAX",
             expected="a compiler for GPUs; no GPU is needed",
-            remedy="pip install 'mmjax[deviceless]', or leave --cluster out for the arithmetic alone",
+            remedy="pip install -e '.[deviceless]', or leave --cluster out for the arithmetic alone",
         )
     topology = f"1x{cluster.num_nodes}x{cluster.gpus_per_node}"
     try:

@@ -102,6 +102,6 @@ def _parquet(path: Path, media_root: Path, cache: IndexCache) -> Source:
         from mmjax.data.sources.parquet import ParquetFile
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            str(path), found="no pyarrow on this machine", expected="it", remedy="pip install 'mmjax[data]'"
+            str(path), found="no pyarrow on this machine", expected="it", remedy="pip install -e '.[data]'"
         ) from error
     return ParquetFile(path, media_root, cache)
