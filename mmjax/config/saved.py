@@ -56,30 +56,38 @@ def load(file: str | Path) -> RunConfig:
     return from_yaml(text, str(file))
 
 
-def save(config: RunConfig) -> Path:
-    """Write `config` into its run folder, unless a different run lives there.
-
-    A folder whose only file is `config.yaml` holds no work yet and is taken over.
+def check_same_run(config: RunConfig) -> None:
+    """A folder whose only file is `config.yaml` holds no work yet and may be taken over.
 
     Raises:
-      ConfigurationFaults: settings differ from those the folder's run was started with.
+      ConfigurationFaults: a different run lives in the run folder: settings differ from those it was started with.
+    """
+    folder = Path(config.run_dir)
+    file = folder / FILE_NAME
+    if not file.exists() or not any(entry.is_file() and entry != file for entry in folder.rglob("*")):
+        return
+    started, given = flatten(load(file)), flatten(config)
+    faults = [
+        Fault(
+            path=path,
+            found=f"{given[path]!r}; the run was started with {started[path]!r}",
+            remedy="give the same again to go on, or another --run-dir for another run",
+        )
+        for path in given
+        if given[path] != started[path] and not path.startswith(_MAY_CHANGE)
+    ]
+    if faults:
+        raise ConfigurationFaults(f"{folder} holds a different run", faults)
+
+
+def save(config: RunConfig) -> Path:
+    """Write `config` into its run folder.
+
+    Raises:
       CheckpointError: the folder cannot be written.
     """
     folder = Path(config.run_dir)
     file = folder / FILE_NAME
-    if file.exists() and any(entry.is_file() and entry != file for entry in folder.rglob("*")):
-        started, given = flatten(load(file)), flatten(config)
-        faults = [
-            Fault(
-                path=path,
-                found=f"{given[path]!r}; the run was started with {started[path]!r}",
-                remedy="give the same again to go on, or another --run-dir for another run",
-            )
-            for path in given
-            if given[path] != started[path] and not path.startswith(_MAY_CHANGE)
-        ]
-        if faults:
-            raise ConfigurationFaults(f"{folder} holds a different run", faults)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f"{FILE_NAME}.{os.getpid()}.unfinished"

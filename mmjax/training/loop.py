@@ -64,7 +64,7 @@ def run(config: RunConfig, mesh: Mesh, *, is_evaluation_only: bool = False) -> i
     with contextlib.ExitStack() as stack:
         stack.enter_context(sole_user(run_dir, settled=(saved.FILE_NAME, INDEX_FOLDER)))
         if jax.process_index() == 0:
-            print(f"settings saved to {saved.save(config)}")
+            saved.check_same_run(config)
         interruption = stack.enter_context(Interruption(handles_sigterm=jax.process_count() == 1))
         compilations = stack.enter_context(CompilationCounter("train_step"))
         keep = {"keep_last": config.checkpoint.keep_last, "keep_best": config.checkpoint.keep_best}
@@ -83,6 +83,8 @@ def run(config: RunConfig, mesh: Mesh, *, is_evaluation_only: bool = False) -> i
             )
         abstract = abstract_state(config, mesh)
         state, progress = restore_or_begin(config, mesh, checkpoints, loader, abstract)
+        if jax.process_index() == 0:
+            print(f"settings saved to {saved.save(config)}")
         num_steps = progress.steps if is_evaluation_only else config.training.steps
         monitor = stack.enter_context(
             RunMonitor(run_dir, first_step=progress.steps, num_steps=num_steps, is_silent=jax.process_index() != 0)

@@ -337,10 +337,14 @@ def test_bytes_are_refused_for_weights_that_came_with_a_tokenizer(tmp_path: Path
     loop.check_vocabulary(dataclasses.replace(config, data=own), Line())
 
 
-def test_other_data_than_the_checkpoints_are_refused(undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_data_than_the_checkpoints_are_refused_and_the_settings_stay(
+    undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (undisturbed / "config.yaml").read_bytes()
     monkeypatch.setattr(Line, "seed", 1)
     with pytest.raises(DataError, match="seed"):
-        _run(undisturbed)
+        _run(undisturbed, steps=99)
+    assert (undisturbed / "config.yaml").read_bytes() == settings
 
 
 def test_a_finished_run_started_again_trains_no_step_and_compiles_none(
