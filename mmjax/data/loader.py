@@ -397,9 +397,10 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raises DataError, naming the field, where a resumed run would see other batches than the interrupted one."""
     for name in saved | current:
         if saved.get(name) != current.get(name):
+            to_restore = "version of mmjax that began" if name == "pipeline_version" else "data and settings of"
             raise DataError(
                 f"data of the checkpoint, {name}",
                 found=f"{current.get(name)!r}",
                 expected=f"{saved.get(name)!r}, as when the run was saved",
-                remedy="restore the data and settings of the run, or start a new run_dir",
+                remedy=f"restore the {to_restore} the run, or start a new run_dir",
             )
