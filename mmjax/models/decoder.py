@@ -24,6 +24,7 @@ from mmjax.models.layers import (
     ones,
     parameter,
     scaled_norm,
+    spread,
     use,
 )
 from mmjax.models.layout import (
@@ -38,7 +39,7 @@ from mmjax.models.layout import (
 from mmjax.models.linear_attention import KimiDeltaAttention
 from mmjax.models.moe import LatentMoe, RouterStatistics
 from mmjax.models.sparse_attention import LatentAttention
-from mmjax.models.stack import every_nth, gradients_together, scan_stack, stacked
+from mmjax.models.stack import InStack, every_nth, gradients_together, scan_stack, stacked
 from mmjax.parallel.fsdp import varying_like
 from pallas_kernels.attention_residual.api import attention_residual
 
@@ -122,13 +123,14 @@ class DecoderLayer(nnx.Module):
         *,
         is_live: jax.Array | bool,
         num_finished: jax.Array | None = None,
+        mlp_in_stack: InStack | None = None,
         keep_hidden: bool,
     ) -> tuple[jax.Array, LayerRecord]:
         """Add this layer's two outputs to `running_sum` [b, s, d], or to its streams [b, s, n, d] (`hyper`).
 
         `frozen` holds the sums of finished residual blocks (the embedding first), of which the first `num_finished`
         take part, or all. `is_live` is False in the first layer of a block, whose running sum holds nothing yet and
-        must not take part in its first mix.
+        must not take part in its first mix. `mlp_in_stack` is its MLP among those of its stack.
         """
         mixer_input, streams = self._enter("mixer", running_sum, frozen, is_live, num_finished)
         mixer_output, indexer_loss, cache = self._mixer(
@@ -136,7 +138,7 @@ class DecoderLayer(nnx.Module):
         )
         running_sum = self._leave("mixer", running_sum, mixer_output, streams)
         mlp_input, streams = self._enter("mlp", running_sum, frozen, True, num_finished)
-        mlp_output, router = self._mlp(scaled_norm(mlp_input, self.mlp_norm, self.model), segment_ids)
+        mlp_output, router = self._mlp(scaled_norm(mlp_input, self.mlp_norm, self.model), segment_ids, mlp_in_stack)
         running_sum = self._leave("mlp", running_sum, mlp_output, streams)
         record = LayerRecord(
             is_finite=jnp.all(jnp.isfinite(running_sum)),
@@ -184,8 +186,12 @@ class DecoderLayer(nnx.Module):
             case _:
                 return self.mixer(inputs, segment_ids), no_loss, None
 
-    def _mlp(self, inputs: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, RouterStatistics | None]:
-        return self.mlp(inputs, segment_ids) if isinstance(self.mlp, LatentMoe) else (self.mlp(inputs), None)
+    def _mlp(
+        self, inputs: jax.Array, segment_ids: jax.Array, in_stack: InStack | None
+    ) -> tuple[jax.Array, RouterStatistics | None]:
+        if isinstance(self.mlp, LatentMoe):
+            return self.mlp(inputs, segment_ids, in_stack)
+        return self.mlp(inputs), None
 
 
 class Mixer(Protocol):
@@ -337,7 +343,7 @@ class Decoder(nnx.Module):
         if self.model.residual != "hyper":
             return embeddings
         num_streams = self.model.hyper_connections.num_streams
-        return jnp.broadcast_to(embeddings[:, :, None], (*embeddings.shape[:2], num_streams, embeddings.shape[-1]))
+        return spread(embeddings[:, :, None], (*embeddings.shape[:2], num_streams, embeddings.shape[-1]))
 
     def finish(self, running_sum: jax.Array, frozen: tuple[jax.Array, ...]) -> jax.Array:
         """The running sum after the last layer -> normed hidden values [b, s, d]."""
@@ -426,13 +432,12 @@ class Decoder(nnx.Module):
 
         slots, caches = (None, None) if earlier is None else earlier
 
-        def run_layer(layer: DecoderLayer, running_sum: jax.Array, is_live: jax.Array | bool, earlier: Earlier | None):
+        def run_layer(layer: DecoderLayer, running_sum: jax.Array, earlier: Earlier | None, **options: Any):
             graph, state = nnx.split(layer)
 
             def apply(state, running_sum, frozen, segment_ids, positions, earlier):
-                return nnx.merge(graph, state)(
-                    running_sum, frozen, segment_ids, positions, earlier, is_live=is_live, keep_hidden=keep_hidden
-                )
+                layer = nnx.merge(graph, state)
+                return layer(running_sum, frozen, segment_ids, positions, earlier, **options, keep_hidden=keep_hidden)
 
             if self.model.remat == "layer":
                 apply = jax.checkpoint(apply, policy=policy, prevent_cse=segment.num_repeats == 1)
@@ -444,7 +449,7 @@ class Decoder(nnx.Module):
             flags = jnp.arange(segment.num_repeats) > 0
 
         def body(pattern: LayerPattern, running_sum: jax.Array, xs: tuple):
-            flag, additions, caches = xs
+            number, flag, additions, caches = xs
             is_live = static_is_live if flag is None else flag
             records = []
             layers = list(pattern.layers)
@@ -454,12 +459,15 @@ class Decoder(nnx.Module):
                     running_sum, layers[position + 1] = self._in_order(running_sum, layers[position + 1])
                 layer = layers[position]
                 earlier = None if slots is None or caches is None else Earlier(slots, caches[position])
-                running_sum, record = run_layer(layer, running_sum, is_live if position == 0 else True, earlier)
+                options = {"is_live": is_live if position == 0 else True}
+                options["mlp_in_stack"] = InStack(stack.layers[position].mlp, number)
+                running_sum, record = run_layer(layer, running_sum, earlier, **options)
                 running_sum = running_sum if additions is None else running_sum + additions[position]
                 records.append(record)
             return running_sum, tuple(records)
 
-        return scan_stack(stack, running_sum, body, (flags, additions, caches), remat=False)
+        numbers = jnp.arange(segment.num_repeats, dtype=jnp.int32)
+        return scan_stack(stack, running_sum, body, (numbers, flags, additions, caches), remat=False)
 
     def _run_across_blocks(
         self,

@@ -103,8 +103,10 @@ def _several_documents(
     is_token = (segment_ids > 0)[:, :, None, None]
     # Neither results nor gradients are written behind the documents.
     query, key, value = (jnp.where(is_token, array, 0) for array in (query, key, value))
-    # JAX reckons the places of keys by the number of query heads, and those of values by the width of keys.
-    key, value = (jnp.repeat(array, query.shape[2] // key.shape[2], axis=2) for array in (key, value))
+    # JAX reckons the places of keys by the number of query heads, and those of values by the width of keys. Repeated in
+    # float32, so that the gradients of heads add up in it.
+    repeats = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(a.astype(jnp.float32), repeats, axis=2).astype(a.dtype) for a in (key, value))
     width = value.shape[3]
     value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, key.shape[3] - width)))
     number = jnp.arange(1, MOST_DOCUMENTS + 1, dtype=jnp.int32)

@@ -134,6 +134,11 @@ def add_bias(values: jax.Array, bias: nnx.Variable) -> jax.Array:
     return values + jnp.broadcast_to(bias.get_value(), values.shape).astype(values.dtype)
 
 
+def spread(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`jnp.broadcast_to`, but gradients add up in at least float32: GPUs add bfloat16 numbers up in bfloat16."""
+    return jnp.broadcast_to(array.astype(at_least_float32(array.dtype)), shape).astype(array.dtype)
+
+
 def at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """float32 for bfloat16 and float32, float64 for float64."""
     # NumPy's rule: JAX's own refuses to name a common type when promotion is strict.

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,21 @@ from mmjax.models.layers import (
     parameter,
     project,
     rms_norm,
+    spread,
     use,
 )
 from mmjax.models.router_losses import load_balance_loss, z_loss
-from mmjax.models.stack import gradients_together
+from mmjax.models.stack import InStack, gradients_together
 from mmjax.parallel.expert import Exchanged, ExpertExchange, exchange_experts
 from mmjax.parallel.fsdp import make_varying, varying_like
-from pallas_kernels.moe.api import expert_mlp, routed_experts, router_scores, select_experts, weigh_experts
+from pallas_kernels.moe.api import (
+    expert_mlp,
+    routed_experts,
+    router_logits,
+    router_scores,
+    select_experts,
+    weigh_experts,
+)
 from pallas_kernels.moe.mxfp4 import GROUP, PackedWeight
 
 
@@ -148,12 +156,16 @@ class LatentMoe(nnx.Module):
 
     def _expert_weight(self, name: str, dtype: jax.typing.DTypeLike) -> jax.Array | PackedWeight:
         """[e, in, out] of this device's experts, frozen or trained, without adapters; or packed."""
-        if self.model.moe.expert_storage == "dense":
-            weight = getattr(self, name)
-            weight = cast(nnx.Variable, weight.lora_base if isinstance(weight, LoraWeight) else weight)
-            return make_varying(use(weight, dtype))
-        codes, scales = (use(getattr(self, f"{name}_{part}"), np.uint8) for part in ("codes", "scales"))
-        return {"codes": codes, "scales": scales}
+        variable = self._expert_variable(name)
+        if isinstance(variable, nnx.Variable):
+            return make_varying(use(variable, dtype))
+        return {"codes": use(variable["codes"], np.uint8), "scales": use(variable["scales"], np.uint8)}
+
+    def _expert_variable(self, name: str) -> nnx.Variable | dict[str, nnx.Variable]:
+        if self.model.moe.expert_storage == "mxfp4":
+            return {part: getattr(self, f"{name}_{part}") for part in ("codes", "scales")}
+        weight = getattr(self, name)
+        return cast(nnx.Variable, weight.lora_base) if isinstance(weight, LoraWeight) else weight
 
     def _expert_adapters(self, dtype: jax.typing.DTypeLike) -> dict[str, tuple[jax.Array, jax.Array]] | None:
         """Of each adapted projection: down [e, in, r] and up [e, r, out] of this device's experts, scaled."""
@@ -163,14 +175,17 @@ class LatentMoe(nnx.Module):
             if isinstance(weight, LoraWeight):
                 down, up = use(weight.down, dtype), use(weight.up, dtype) * weight.scale
                 if down.ndim == 2:
-                    down = jnp.broadcast_to(down[None], (up.shape[0], *down.shape))
+                    down = spread(down[None], (up.shape[0], *down.shape))
                 adapters[name] = make_varying((down, up), (*DATA_AXES, TENSOR))
         return adapters or None
 
-    def __call__(self, inputs: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, RouterStatistics]:
+    def __call__(
+        self, inputs: jax.Array, segment_ids: jax.Array, in_stack: InStack | None = None
+    ) -> tuple[jax.Array, RouterStatistics]:
         """`inputs` [b, s, d], `segment_ids` [b, s] int32 -> [b, s, d] and this device's counts.
 
-        Padding (segment 0) takes no routed expert and is counted nowhere. The router sees the full width.
+        Padding (segment 0) takes no routed expert and is counted nowhere. The router sees the full width. `in_stack`
+        is this module among those of other layers: what seldom runs reads frozen experts there.
         """
         moe = self.model.moe
         tokens, is_real = inputs.reshape(-1, inputs.shape[-1]), segment_ids.reshape(-1) > 0
@@ -179,7 +194,8 @@ class LatentMoe(nnx.Module):
         if moe.latent_width:
             latent = project("td,dr->tr", tokens, self.latent_down)
         wide = at_least_float32(tokens.dtype)
-        exchanged = self._apply_experts(tokens, latent, jnp.where(is_real[:, None], index, -1), weight.astype(wide))
+        index = jnp.where(is_real[:, None], index, -1)
+        exchanged = self._apply_experts(tokens, latent, index, weight.astype(wide), in_stack)
         # Each device of the tensor axis holds a share of the experts' hidden width. Sums are wide, what is given out,
         # and kept if asked for, is as wide as a row.
         mixed, shared = checkpoint_name(lax.psum(exchanged.mixed, TENSOR).astype(tokens.dtype), "experts"), None
@@ -205,8 +221,7 @@ class LatentMoe(nnx.Module):
         """(experts taken [t, A], their weights [t, A], statistics without those of the exchange)."""
         moe, router = self.model.moe, self.model.moe.router
         wide = at_least_float32(tokens.dtype)
-        # Full precision also where float32 products are rounded by default: a rounded logit takes another expert.
-        logits = jnp.einsum("td,de->te", tokens.astype(wide), use(self.router, wide), precision=lax.Precision.HIGHEST)
+        logits = router_logits(tokens, use(self.router, wide))
         bias = self.bias.get_value() if router.correction_bias else jnp.zeros((moe.num_experts,), wide)
         selection = select_experts(
             logits,
@@ -245,7 +260,9 @@ class LatentMoe(nnx.Module):
     def _is_exchanged(self) -> bool:
         return lax.axis_size(MESH_AXES_OF_EXPERTS[self.model.moe.expert_axes]) > 1
 
-    def _apply_experts(self, tokens: jax.Array, rows: jax.Array, index: jax.Array, weight: jax.Array) -> Exchanged:
+    def _apply_experts(
+        self, tokens: jax.Array, rows: jax.Array, index: jax.Array, weight: jax.Array, in_stack: InStack | None
+    ) -> Exchanged:
         """`rows` [t, R], `index`, `weight` [t, A] -> this tensor shard's part of the weighted sum [t, R].
 
         And meanwhile the hidden values of the shared experts, of `tokens` [t, D].
@@ -253,20 +270,15 @@ class LatentMoe(nnx.Module):
         moe, activation = self.model.moe, self.model.activation
         # Marked as varying before the exchange's rounds: gradients are summed over devices once, outside them.
         rows, weight = make_varying((rows, weight), (TENSOR,))
-        gate, up, down = (self._expert_weight(name, rows.dtype) for name in ("gate", "up", "down"))
         # Rows of a whole exchange wait in the backward pass until the adapters have their gradients.
         rows, adapters = gradients_together((rows, self._expert_adapters(rows.dtype)))
-        settings = {
-            "activation": activation.kind,
-            "beta": activation.beta,
-            "linear_beta": activation.linear_beta,
-            "adapters": adapters,
-        }
+        weights = {name: self._expert_weight(name, rows.dtype) for name in ("gate", "up", "down")}
+        settings = {"activation": activation.kind, "beta": activation.beta, "linear_beta": activation.linear_beta}
         if not self._is_exchanged():
             nothing = varying_like(jnp.zeros((), jnp.int32), index)
             if moe.resident_experts:
                 index = jnp.where(index >= 0, index % moe.resident_experts, -1)
-            mixed = routed_experts(rows, index, weight, gate, up, down, **settings)
+            mixed = routed_experts(rows, index, weight, **weights, **settings, adapters=adapters)
             return Exchanged(mixed, nothing, nothing, self.shared.hidden(tokens) if moe.num_shared_experts else None)
         exchange = ExpertExchange(
             num_experts=moe.num_experts,
@@ -278,11 +290,45 @@ class LatentMoe(nnx.Module):
             mesh_axes=MESH_AXES_OF_EXPERTS[moe.expert_axes],
         )
 
-        def apply(rows: jax.Array, expert: jax.Array) -> jax.Array:
-            return expert_mlp(rows, expert, gate, up, down, **settings)
+        def apply(experts: tuple, rows: jax.Array, expert: jax.Array) -> jax.Array:
+            (trained, adapters), frozen = experts
+            if isinstance(frozen, InStack):
+                frozen = make_varying(frozen.take())
+            return expert_mlp(rows, expert, **trained, **frozen, **settings, adapters=adapters)
 
         def shared_hidden() -> jax.Array | None:
             # Kept apart: XLA joins products of the same rows, and this one would delay the exchange, not hide it.
             return self.shared.hidden(lax.optimization_barrier(tokens)) if moe.num_shared_experts else None
 
-        return exchange_experts(rows, index, weight, apply, exchange, meanwhile=shared_hidden)
+        gate = self._expert_variable("gate")
+        is_trained = isinstance(gate, nnx.Variable) and gate.get_metadata().get("is_trained", True)
+        trained, frozen = (weights, {}) if is_trained else ({}, weights)
+        return exchange_experts(
+            rows,
+            index,
+            weight,
+            apply,
+            exchange,
+            trained=(trained, adapters),
+            others=frozen,
+            later_others=frozen if in_stack is None else self._where_they_rest(frozen, in_stack),
+            meanwhile=shared_hidden,
+        )
+
+    def _where_they_rest(self, frozen: dict[str, Any], in_stack: InStack) -> dict[str, Any] | InStack:
+        """The weights `frozen` in the stack of all layers, if they rest there as they are used.
+
+        What a loop takes is an array of its own: all experts would be copied for rounds that hardly ever run.
+        """
+        resting = {
+            name: jax.tree.map(
+                lambda variable: variable.get_value(),
+                in_stack.stack._expert_variable(name),
+                is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+            )
+            for name in frozen
+        }
+        pairs = zip(jax.tree.leaves(frozen), jax.tree.leaves(resting), strict=True)
+        if all((used.shape, used.dtype) == (whole.shape[1:], whole.dtype) for used, whole in pairs):
+            return InStack(resting, in_stack.number)
+        return frozen

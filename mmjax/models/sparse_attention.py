@@ -10,7 +10,7 @@ from mmjax.axes import TENSOR
 from mmjax.config import ModelConfig
 from mmjax.models.cache import LatentCache, write
 from mmjax.models.fused_attention import packed_attention
-from mmjax.models.layers import at_least_float32, layer_norm, normal, ones, parameter, project, rms_norm
+from mmjax.models.layers import at_least_float32, layer_norm, normal, ones, parameter, project, rms_norm, spread
 from mmjax.models.rotary import rotate, rotation
 from mmjax.parallel import context
 from mmjax.parallel.fsdp import make_varying, varying_like
@@ -148,7 +148,7 @@ class LatentAttention(nnx.Module):
             query = jnp.concatenate([nope_query, shared_query], axis=-1)
             key = project("bsr,rhn->bshn", latent, self.key_up)
             shape = (*key.shape[:3], config.shared_key_width)
-            key = jnp.concatenate([key, jnp.broadcast_to(shared_key[:, :, None], shape)], axis=-1)
+            key = jnp.concatenate([key, spread(shared_key[:, :, None], shape)], axis=-1)
             value = project("bsr,rhv->bshv", latent, self.value_up)
             mixed = packed_attention(query, key, value, segment_ids, places, scale=scale, query_chunk_tokens=chunk)
         else:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import launcher
 from pallas_kernels.gated_activation.api import Activation
-from pallas_kernels.moe import copying, hopper, reference, xla
+from pallas_kernels.moe import copying, hopper, parts, reference, xla
 from pallas_kernels.moe import rows as row_kernels
 from pallas_kernels.moe.mxfp4 import PackedWeight
 
@@ -24,6 +24,17 @@ class Selection(NamedTuple):
 
     index: Int32[Array, "T A"]
     threshold: Float[Array, " T"]
+
+
+def router_logits(tokens: Float[Array, "T D"], router: Float[Array, "D E"]) -> Float[Array, "T E"]:
+    """`tokens @ router` in at least float32, whatever precision products have by default.
+
+    A rounded logit takes another expert. Tokens in bfloat16 meet three parts of a float32 router (`parts`).
+    """
+    if tokens.dtype == jnp.bfloat16 and router.dtype == jnp.float32:
+        return parts.multiply(*launcher.vary_together(tokens, router))
+    wide = np.promote_types(np.promote_types(tokens.dtype, router.dtype), np.float32)
+    return jnp.einsum("td,de->te", tokens.astype(wide), router.astype(wide), precision=lax.Precision.HIGHEST)
 
 
 def router_scores(logits: Float[Array, "T E"], scoring: Scoring) -> Float[Array, "T E"]:
@@ -167,8 +178,10 @@ def routed_experts(
     chosen = _choose("routed_experts", implementation, hopper.reason_against(rows, index.size, gate, weight.dtype))
     if chosen == "pallas":
         return _run_kernels(settings, rows, index, weight, gate, up, down, factors)
-    # Copied first, so that the transpose sums a token's gradients in order instead of scattering them onto each other.
-    copies = jnp.broadcast_to(rows[:, None, :], (*index.shape, rows.shape[1])).reshape(index.size, -1)
+    # Copied first, so that the transpose sums a token's gradients in order instead of scattering them onto each other,
+    # and in at least float32.
+    copies = jnp.broadcast_to(rows.astype(weight.dtype)[:, None, :], (*index.shape, rows.shape[1]))
+    copies = copies.reshape(index.size, -1).astype(rows.dtype)
     form = xla if chosen == "xla" else reference
     outputs = form.expert_mlp(copies, index.reshape(-1), gate, up, down, **settings, adapters=factors)
     outputs = outputs.reshape(*index.shape, -1).astype(weight.dtype)
