@@ -199,6 +199,11 @@ class Loader:
         return int(self._costs[number])
 
     @property
+    def num_left_out(self) -> int:
+        """Samples that are bad, as far as is known, or too long."""
+        return self.num_skipped + len(self._unreadable) + self.num_dropped
+
+    @property
     def rejected(self) -> list[RejectedRecord]:
         """Records that are left out because they are bad."""
         return list(self._quarantine.rejected)

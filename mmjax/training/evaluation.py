@@ -82,6 +82,8 @@ class EvaluationResult:
     """All held-out questions with their answers."""
 
     answers: tuple[GivenAnswer, ...]
+    num_left_out: int = 0
+    """Samples that are bad or too long, of which nothing is asked."""
 
     @property
     def exact_match(self) -> float:
@@ -97,6 +99,7 @@ class Evaluator:
         self._mesh = mesh
         self._tokenizer = loader.tokenizer
         self._questions = loader.evaluation()
+        self._num_left_out = loader.num_left_out
 
     def __call__(self, state: TrainState) -> EvaluationResult:
         """The greedy answers, all written side by side.
@@ -125,7 +128,7 @@ class Evaluator:
                     else:
                         unsettled[asked.number] = tokens
             drafts = unsettled
-        return EvaluationResult(tuple(answers[number] for number in sorted(answers)))
+        return EvaluationResult(tuple(answers[number] for number in sorted(answers)), self._num_left_out)
 
     def _predict_answers(self, state: TrainState, item: EvaluationBatch) -> np.ndarray:
         """[B, S]: the likeliest token behind each position that an answer's token is predicted from."""

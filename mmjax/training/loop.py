@@ -445,9 +445,10 @@ class HeldOut:
         if step not in self.scores:
             self._monitor.evaluation(step, {"exact_match": score, "majority": majority})
         self.scores[step] = score
+        left_out = f" ({self.result.num_left_out} left out)" if self.result.num_left_out else ""
         self._monitor.say(
             f"step {step}: exact match {score:.3f}, majority guess {majority:.3f}, "
-            f"{len(self.result.answers)} questions in {time.perf_counter() - begun:.1f} s"
+            f"{len(self.result.answers)} questions{left_out} in {time.perf_counter() - begun:.1f} s"
         )
         return is_best
 

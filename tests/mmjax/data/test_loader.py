@@ -226,7 +226,7 @@ def test_bad_samples_are_skipped_and_counted_and_an_error_when_none_is_left(writ
         digest(loader.batch(step)) for step in (3, 1)
     ]
     held_out = load(path, split="held_out", bad_sample="skip")
-    assert sum(len(batch.answers) for batch in held_out.evaluation().batches()) == 3
+    assert sum(len(batch.answers) for batch in held_out.evaluation().batches()) == 3 == held_out.num_left_out
     with pytest.raises(DataError, match=r"2 skipped, 0 dropped.*first error was.*line 1"):
         load(write_records(b"{", b"["), bad_sample="skip")
     all_cut = load(write_records(cut), bad_sample="skip")

@@ -79,7 +79,7 @@ class Answers:
             for number, text in enumerate("12")
         ]
         given = "1" if int(state.step) < 6 else "3"
-        return EvaluationResult(tuple(GivenAnswer(one, given, is_finished=True) for one in asked))
+        return EvaluationResult(tuple(GivenAnswer(one, given, is_finished=True) for one in asked), num_left_out=3)
 
 
 @dataclasses.dataclass
@@ -229,7 +229,8 @@ def test_a_run_can_be_evaluated_before_its_first_step_and_after_any(tmp_path: Pa
     assert not read_lines(run_dir / "metrics.jsonl") and not list(run_dir.glob("checkpoints/[0-9]*"))
     assert _run(run_dir, steps=6, eval_every_steps=0) == 0
     assert evaluate() == [(0, 0.5), (6, 0.0)]
-    assert "held-out exact match" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "held-out exact match" in shown and "2 questions (3 left out)" in shown
     assert _final_state(run_dir)[0] == 6
     monkeypatch.setattr(loop, "open_evaluator", lambda *_: None)
     with pytest.raises(ConfigurationError, match="eval_source"):
