@@ -41,10 +41,6 @@ class ArraySpec:
     dtype: np.dtype
     chunk: Shape
 
-    @property
-    def chunk_bytes(self) -> int:
-        return math.prod(self.chunk) * self.dtype.itemsize
-
 
 def choose_chunk(shape: Shape, dtype: np.dtype, num_stacked: int, memory_bytes: int) -> Shape:
     """The chunk of an array whose leading `num_stacked` axes stack slots that are filled one by one.

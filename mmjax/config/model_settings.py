@@ -387,6 +387,8 @@ class ModelConfig:
     audio: AudioConfig = field(default_factory=AudioConfig)
     parameter_dtype: Float = "float32"
     compute_dtype: Float = "float32"
+    """Of activations and products. GPUs round what float32 products multiply to 10 bits (TensorFloat-32), unless
+    JAX_DEFAULT_MATMUL_PRECISION=highest is set in the environment."""
     remat: Literal["layer", "none"] = "layer"
     """`layer`: keep each decoder layer's input and its routing, compute the rest again in the backward pass.
 
@@ -398,7 +400,7 @@ class ModelConfig:
     remat_offload: tuple[str, ...] = ()
     """Those that it keeps in the host's memory, fetched in the backward pass."""
     pipeline_stages: tuple[int, ...] = ()
-    """Layers of each stage, in order, on a mesh with `pipe` above 1; empty shares them out evenly."""
+    """Layers of each stage, in order, on a mesh with `pipe` above 1; empty shares out FLOPs evenly."""
     pipeline_chunks: int = 1
     """Stages that each device of the `pipe` axis holds: 1, or more with the schedule `interleaved`."""
     loss_chunk_tokens: int = 1024

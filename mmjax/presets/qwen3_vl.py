@@ -112,8 +112,3 @@ def fitted_size(
         scale = math.sqrt(min_pixels / (height * width))
         rows, columns = (math.ceil(side * scale / factor) for side in (height, width))
     return rows * factor, columns * factor
-
-
-def num_placeholders(height: int, width: int, *, factor: int = 32) -> int:
-    """Image tokens of a picture of a fitted size: one for each window."""
-    return height // factor * (width // factor)
