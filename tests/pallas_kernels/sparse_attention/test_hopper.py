@@ -173,27 +173,6 @@ def test_what_kernels_cannot_take_is_said():
         assert "at least 16" in hopper.reason_against_loss(index[0][:, :, :8], index[1], query, latent)
 
 
-def test_integers_of_two_words_come_back_as_the_numbers_they_count():
-    from pallas_kernels.sparse_attention.hopper_backward import integers_to_floats
-
-    numbers = np.array([0, 1, -1, 5, -7, 2**31, -(2**31), 2**32 - 1, -(2**40) + 3, 2**50])
-    words = np.stack([numbers & 0xFFFFFFFF, numbers >> 32], axis=-1)
-    words = np.where(words >= 2**31, words - 2**32, words).astype(np.int32)
-    found = integers_to_floats(jnp.asarray(words), jnp.asarray([0.5], jnp.float32))
-    np.testing.assert_allclose(found, numbers / 2, rtol=1e-7)
-
-
-def test_sums_come_from_where_threads_add_them_into_the_order_of_columns():
-    from pallas_kernels.sparse_attention.hopper_backward import in_order
-
-    column = np.arange(128)
-    # A thread has pairs of columns, in a row the same pair of every 8.
-    place = column // 16 * 16 + column % 8 // 2 * 4 + column // 8 % 2 * 2 + column % 2
-    sums = np.zeros((2, 128), np.float32)
-    sums[:, place] = column
-    np.testing.assert_array_equal(in_order(jnp.asarray(sums)), np.tile(column, (2, 1)))
-
-
 @pytest.mark.slow
 def test_the_sparse_layer_compiles_for_a_gpu_with_heads_split_over_devices(described_gpus):
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
