@@ -129,6 +129,9 @@ def main():
         (resource.RLIMIT_NPROC, 0),
     ):
         resource.setrlimit(limit, (value, value))
+    # What stops a run reaches its whole group (Ctrl-C, Slurm), and the run still needs this process for its last step.
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.SIG_IGN)
     # The signal's default: the process ends, whatever it is doing.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     template = None

@@ -1,13 +1,14 @@
 """Chat templates: rendered as transformers does; what is broken, forbidden or endless ends in one clear error."""
 
 import json
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
 from mmjax.data import chat_template
-from mmjax.data.chat_template import ChatTemplate, read_chat_template
+from mmjax.data.chat_template import ChatTemplate, TemplateProcess, read_chat_template
 from mmjax.errors import DataError
 
 QUESTION = {"role": "user", "content": " What is <b>it</b>, “ä”? "}
@@ -52,6 +53,14 @@ def test_a_template_gives_what_transformers_gives(name):
         for chat in CHATS
     ]
     assert ChatTemplate("t", TEMPLATES[name], tokens).render(CHATS) == expected
+
+
+def test_what_stops_a_run_leaves_it_its_templates():
+    with TemplateProcess(ChatTemplate("t", "{{ messages[0].role }}", {})) as process:
+        assert process.render([QUESTION]) == "user"
+        for stop in (signal.SIGTERM, signal.SIGINT):
+            process._process.send_signal(stop)
+        assert process.render([QUESTION]) == "user"
 
 
 def test_variables_are_given_to_the_template():
