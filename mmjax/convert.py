@@ -32,7 +32,9 @@ class Command:
     SRC is such a folder, or the folder of a run: DST becomes a folder that `transformers` loads.
 
     python -m mmjax.convert downloads/model weights/model
+
     python -m mmjax.convert weights/model exported/model
+
     python -m mmjax.convert runs/tuned exported/tuned --released weights/model
     """
 

@@ -52,6 +52,7 @@ class Command:
     `--audio-weights`, then from a plan, then from the options below.
 
     python -m mmjax.train --experiment digits_cpu --mesh fsdp=2,expert=2 --optimizer.learning-rate 1e-3
+
     python -m mmjax.train --weights CONVERTED --lora.rank 16 --lora.targets q_proj v_proj
     """
 
