@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mmjax.checkpoint.tower_weights import read_audio
+from mmjax.checkpoint.weights import read_model
 from mmjax.config import ConfigurationFaults, DataConfig, RunConfig, check, saved
 from mmjax.data.align import Document, read_pixels
 from mmjax.data.loader import Loader
@@ -94,10 +96,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_command(arguments: Sequence[str]) -> Command:
     """The command line; bad and long samples are left out and listed unless the options say otherwise."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    scan.add_argument("--config", default="")
-    config = scan.parse_known_args(arguments)[0].config
+    for name in ("--config", "--weights", "--audio-weights"):
+        scan.add_argument(name, default="")
+    start, _ = scan.parse_known_args(arguments)
     data = DataConfig(bad_sample="skip", too_long="drop", max_bad_share=0.999)
-    settings = saved.load(config) if config else RunConfig(data=data)
+    settings = saved.load(start.config) if start.config else RunConfig(data=data)
+    model = read_model(start.weights) if start.weights else settings.model
+    if start.audio_weights:
+        model = dataclasses.replace(model, audio=read_audio(start.audio_weights, model.audio))
+    settings = dataclasses.replace(settings, model=model)
     command = tyro.cli(
         Command, default=Command(file=tyro.MISSING, settings=settings), args=arguments, prog="python -m mmjax.inspect"
     )

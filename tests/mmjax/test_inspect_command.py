@@ -10,7 +10,7 @@ import PIL.Image
 import pytest
 
 from mmjax import inspect
-from mmjax.config import DataConfig, VisionConfig
+from mmjax.config import DataConfig, ModelConfig, VisionConfig
 from mmjax.data.align import align
 from mmjax.data.sources.conversation import Message, Sample
 from mmjax.data.tokenizer import ByteTokenizer
@@ -42,6 +42,14 @@ def test_the_terminal_and_the_page_show_tokens_pictures_fill_cost_and_bad_record
     learned = ["".join(re.findall(r"<span>([^<]*)", part)) for part in parts]
     assert {part.replace("⏎end\n", "") for part in learned} == {"red", "two"}
     assert "<script" not in text and "http" not in text
+
+
+def test_pictures_are_cut_as_the_weights_model_cuts_them(
+    records: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect, "read_model", lambda folder: ModelConfig(vision=VisionConfig(patch_pixels=2)))
+    assert inspect.main([str(records), "--weights", "converted"]) == 0
+    assert "picture 16x8, 32 patches, 8 tokens" in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_token_is_shown_once_and_its_colour_is_its_loss_mask() -> None:
