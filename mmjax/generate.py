@@ -109,10 +109,11 @@ def generate(command: Command) -> None:
 
 
 def _check(command: Command) -> None:
+    prompts = "it and --messages" if command.prompt else "none"
     faults = [
         Fault(path=option, found=found, remedy=remedy)
         for is_wrong, option, found, remedy in (
-            (bool(command.prompt) == bool(command.messages), "--prompt", "none, or both", "give it or --messages"),
+            (bool(command.prompt) == bool(command.messages), "--prompt", prompts, "give it or --messages"),
             (command.messages and command.image, "--image", "pictures beside --messages", "name them in its records"),
             (command.messages and command.system, "--system", "beside --messages", "write it in its records"),
             (command.style == "text" and command.messages, "--style", "text with --messages", "give --prompt"),

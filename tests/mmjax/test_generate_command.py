@@ -259,7 +259,8 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(run
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "found"),
     [
-        (("{run}",), 2, "--prompt: none, or both"),
+        (("{run}",), 2, "--prompt: none; give it or --messages"),
+        (("{run}", "--prompt", "x", "--messages", "m.jsonl"), 2, "--prompt: it and --messages"),
         (("{run}", "--prompt", "x", "--temperature", "-1", "--top-p", "0", "--rows", "0"), 2, "--top-p: 0.0"),
         (("{run}", "--prompt", "x", "--style", "text", "--image", "a.png"), 2, "text with pictures"),
         (("{run}", "--prompt", "x", "--mesh", "tensor=64"), 2, "needs 64 devices"),
