@@ -115,7 +115,8 @@ def print_rejections(console: Console, result: SearchResult) -> None:
     """How many ways are out, by kind of reason, with an example of each."""
     kinds: dict[str, list[str]] = {}
     for rejection in result.rejections:
-        kind = "too much memory" if rejection.reason.startswith("needs ") else rejection.reason.split(" ", 1)[0]
+        words = (word for word in rejection.reason.split() if not word[0].isdigit())
+        kind = "too much memory" if rejection.reason.startswith("needs ") else next(words)
         kinds.setdefault(kind, []).append(f"{rejection.name}: {rejection.reason}")
     table = Table("rejected because of", "ways", "for example", title="rejected")
     for kind, examples in sorted(kinds.items(), key=lambda item: -len(item[1])):
