@@ -168,8 +168,12 @@ def scaled_norm(inputs: jax.Array, weight: "nnx.Variable | LayerNorm", model: Mo
     """The model's kind of norm with a weight of `norm_weight`, as its scale and epsilon are."""
     if isinstance(weight, LayerNorm):
         return weight(inputs)
-    scale = use(weight, at_least_float32(inputs.dtype))
-    return rms_norm(inputs, scale + 1 if model.norm_scale == "zero_centred" else scale, model.norm_epsilon)
+    wide = at_least_float32(inputs.dtype)
+    scale = use(weight, wide)
+    if model.norm_scale == "plain":
+        return rms_norm(inputs, scale, model.norm_epsilon)
+    # Rounded once, as the releases do: 1 + weight has fewer digits of the weight.
+    return rms_norm(inputs.astype(wide), scale + 1, model.norm_epsilon).astype(inputs.dtype)
 
 
 def layer_norm(inputs: jax.Array, scale: jax.Array, bias: jax.Array | None, epsilon: float) -> jax.Array:

@@ -1,9 +1,13 @@
 """Qwen3-Next against transformers, in float64: gated delta nets, gated attention, softmax routers, a shared expert."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from mmjax.config import ModelConfig
 from mmjax.errors import ConfigurationError
 from mmjax.models.families import qwen3_next
+from mmjax.models.layers import norm_weight, scaled_norm
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,3 +60,22 @@ def test_fields_that_are_not_built_are_refused():
     ):
         with pytest.raises(ConfigurationError, match=name):
             qwen3_next.read_config(released | change)
+
+
+def test_norms_in_half_precision_round_once(one_device):
+    import torch
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
+
+    random = np.random.default_rng(0)
+    inputs, weight = (random.normal(size=shape).astype(np.float32) for shape in ((64, 96), (96,)))
+    theirs = Qwen3NextRMSNorm(96)
+    theirs.weight.data = torch.tensor(weight)
+    expected = theirs(torch.tensor(inputs).bfloat16()).float().detach().numpy()
+    model = ModelConfig(norm_scale="zero_centred", norm_epsilon=1e-6)
+    scale = norm_weight(model, 96)
+
+    def norm(inputs, weight):
+        return scaled_norm(inputs, scale.replace(weight), model).astype(jnp.float32)
+
+    found = one_device(norm)(jnp.asarray(inputs, jnp.bfloat16), jnp.asarray(weight))
+    assert np.mean(np.asarray(found) != expected) < 1e-3
