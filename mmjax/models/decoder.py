@@ -17,6 +17,7 @@ from mmjax.models.grouped_attention import GroupedAttention
 from mmjax.models.hyper_connections import HyperConnection, StreamWeights
 from mmjax.models.layers import (
     DenseMlp,
+    LayerNorm,
     PlainMlp,
     at_least_float32,
     norm_weight,
@@ -132,13 +133,11 @@ class DecoderLayer(nnx.Module):
         take part, or all. `is_live` is False in the first layer of a block, whose running sum holds nothing yet and
         must not take part in its first mix. `mlp_in_stack` is its MLP among those of its stack.
         """
-        mixer_input, streams = self._enter("mixer", running_sum, frozen, is_live, num_finished)
-        mixer_output, indexer_loss, cache = self._mixer(
-            scaled_norm(mixer_input, self.input_norm, self.model), segment_ids, positions, earlier
-        )
+        mixer_input, streams = self._enter("mixer", self.input_norm, running_sum, frozen, is_live, num_finished)
+        mixer_output, indexer_loss, cache = self._mixer(mixer_input, segment_ids, positions, earlier)
         running_sum = self._leave("mixer", running_sum, mixer_output, streams)
-        mlp_input, streams = self._enter("mlp", running_sum, frozen, True, num_finished)
-        mlp_output, router = self._mlp(scaled_norm(mlp_input, self.mlp_norm, self.model), segment_ids, mlp_in_stack)
+        mlp_input, streams = self._enter("mlp", self.mlp_norm, running_sum, frozen, True, num_finished)
+        mlp_output, router = self._mlp(mlp_input, segment_ids, mlp_in_stack)
         running_sum = self._leave("mlp", running_sum, mlp_output, streams)
         record = LayerRecord(
             is_finite=jnp.all(jnp.isfinite(running_sum)),
@@ -152,19 +151,19 @@ class DecoderLayer(nnx.Module):
     def _enter(
         self,
         block: str,
+        norm: nnx.Variable | LayerNorm,
         running_sum: jax.Array,
         frozen: tuple[jax.Array, ...],
         is_live: jax.Array | bool,
         num_finished: jax.Array | None,
     ) -> tuple[jax.Array, StreamWeights | None]:
-        """What a block gets [b, s, d], and how its output joins the streams, if there are several."""
-        match self.model.residual:
-            case "attention":
-                return getattr(self, f"{block}_residual")(running_sum, frozen, is_live, num_finished), None
-            case "hyper":
-                return getattr(self, f"{block}_streams").enter(running_sum)
-            case "plain":
-                return running_sum, None
+        """What a block gets, normalised [b, s, d], and how its output joins the streams, if there are several."""
+        inputs, streams = running_sum, None
+        if self.model.residual == "attention":
+            return getattr(self, f"{block}_residual")(running_sum, frozen, norm, is_live, num_finished), None
+        if self.model.residual == "hyper":
+            inputs, streams = getattr(self, f"{block}_streams").enter(running_sum)
+        return scaled_norm(inputs, norm, self.model), streams
 
     def _leave(self, block: str, running_sum: jax.Array, output: jax.Array, streams: StreamWeights | None) -> jax.Array:
         if streams is None:
@@ -226,7 +225,7 @@ class ResidualMix(nnx.Module):
     """Block attention residual: a learned query weighs the frozen block sums and the running sum of each token."""
 
     def __init__(self, model: ModelConfig):
-        self.epsilon = model.norm_epsilon
+        self.model = model
         self.norm = ones(model.width, model.parameter_dtype)
         # Zero: a uniform average at the start. A random query would let noise choose the sources.
         self.query = parameter(jax.nn.initializers.zeros, (model.width,), (None,), model.parameter_dtype)
@@ -235,20 +234,25 @@ class ResidualMix(nnx.Module):
         self,
         running_sum: jax.Array,
         frozen: tuple[jax.Array, ...],
+        norm_of_mix: nnx.Variable | LayerNorm,
         is_live: jax.Array | bool = True,
         num_finished: jax.Array | None = None,
     ) -> jax.Array:
+        """The mix, normalised by the norm that follows it."""
         wide = at_least_float32(running_sum.dtype)
         if num_finished is not None:
             number = jnp.arange(len(frozen), dtype=num_finished.dtype)
             is_live = jnp.append(number < num_finished, jnp.asarray(is_live))
-        return attention_residual(
+        is_scale = isinstance(norm_of_mix, nnx.Variable) and self.model.norm_scale == "plain"
+        mix = attention_residual(
             (*frozen, running_sum) if is_live is not False else frozen,
             use(self.norm, wide),
             use(self.query, wide),
-            epsilon=self.epsilon,
+            epsilon=self.model.norm_epsilon,
             is_live=is_live if isinstance(is_live, jax.Array) else None,
+            output_scale=use(norm_of_mix, wide) if is_scale else None,
         )
+        return mix if is_scale else scaled_norm(mix, norm_of_mix, self.model)
 
 
 class LayerPattern(nnx.Module):
@@ -348,8 +352,8 @@ class Decoder(nnx.Module):
     def finish(self, running_sum: jax.Array, frozen: tuple[jax.Array, ...]) -> jax.Array:
         """The running sum after the last layer -> normed hidden values [b, s, d]."""
         if self.model.residual == "attention":
-            running_sum = self.output_residual(running_sum, frozen)
-        elif self.model.residual == "hyper":
+            return self.output_residual(running_sum, frozen, self.norm)
+        if self.model.residual == "hyper":
             running_sum = jnp.mean(running_sum, axis=2)
         return scaled_norm(running_sum, self.norm, self.model)
 

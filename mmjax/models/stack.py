@@ -1,7 +1,7 @@
 """Layers of one kind as one module whose variables have a leading axis, run one after the other by a scan."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
@@ -41,6 +41,17 @@ def stacked(layer: Layer, num_repeats: int, stack_axis: str | None = None, num_u
 
     graph, state = nnx.split(layer)
     return nnx.merge(graph, jax.tree.map(add_axis, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+
+
+class InStack(NamedTuple):
+    """A layer, told by the stack that it lies in: each array [repeats, ...] and the layer's number."""
+
+    stack: Any
+    number: jax.Array
+
+    def take(self) -> Any:
+        """Its arrays."""
+        return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, self.number, keepdims=False), self.stack)
 
 
 def part_of_stack(stack: nnx.Module, start: int, stop: int) -> nnx.Module:

@@ -59,3 +59,49 @@ def run_once(
 
     with jax.named_scope(f"runs_{share[0]}_of_{share[1]}"):
         return lax.while_loop(lambda carry: carry[0], once, (flag, state))[1]
+
+
+def add_rounds(
+    total: jax.Array,
+    run_round: Callable[[jax.Array, Any, Any], jax.Array],
+    num_rounds: jax.Array,
+    trained: Any,
+    others: Any = (),
+) -> jax.Array:
+    """`total`, and what `run_round(number, trained, others)` gives for each number from 1 up to `num_rounds`.
+
+    `num_rounds` is an int32 scalar, usually 1: then nothing of a round runs, forward or backward. Gradients go to
+    `total` and `trained`; of a round nothing is kept for them. `run_round` closes over no arrays.
+    """
+
+    def loop(add: Callable[[jax.Array, Any], Any], state: Any, num_rounds: jax.Array, operands: Any) -> Any:
+        def turn(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            number, old = carry
+            # Else XLA lifts what is made of operands alone out of the loop.
+            number, held = together((number, operands))
+            return number + 1, jax.tree.map(lambda leaf, more: leaf + varying_like(more, leaf), old, add(number, held))
+
+        with jax.named_scope("runs_0_of_1"):
+            first = varying_like(jnp.ones((), jnp.int32), num_rounds)
+            return lax.while_loop(lambda carry: carry[0] < num_rounds, turn, (first, state))[1]
+
+    @jax.custom_vjp
+    def run(total: jax.Array, num_rounds: jax.Array, trained: Any, others: Any) -> jax.Array:
+        return loop(lambda number, held: run_round(number, *held), total, num_rounds, (trained, others))
+
+    def forward(total: jax.Array, num_rounds: jax.Array, trained: Any, others: Any) -> tuple[jax.Array, tuple]:
+        return run(total, num_rounds, trained, others), (num_rounds, trained, others)
+
+    def backward(saved: tuple, gradient: jax.Array) -> tuple:
+        num_rounds, trained, others = saved
+
+        def differentiate(number: jax.Array, held: tuple) -> Any:
+            trained, others, gradient = held
+            return jax.vjp(lambda trained: run_round(number, trained, others), trained)[1](gradient)[0]
+
+        nothing = jax.tree.map(lambda leaf: varying_like(jnp.zeros_like(leaf), leaf), trained)
+        of_trained = loop(differentiate, nothing, num_rounds, (trained, others, gradient))
+        return gradient, None, of_trained, None
+
+    run.defvjp(forward, backward)
+    return run(total, num_rounds, trained, others)

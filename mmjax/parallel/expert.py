@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,11 @@ from jax.sharding import Mesh
 
 from mmjax.axes import EXPERT
 from mmjax.errors import ConfigurationError
-from mmjax.parallel.conditions import in_order
+from mmjax.parallel.conditions import add_rounds, in_order
 from mmjax.parallel.expert_buffers import AllToAll, Buffers, ByNode, Chunk, Ragged, add_choices, place, take_rows
 from mmjax.parallel.fsdp import varying_like
 
-Apply = Callable[[jax.Array, jax.Array], jax.Array]
+Apply = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +69,21 @@ def exchange_experts(
     weight: jax.Array,
     apply: Apply,
     exchange: ExpertExchange,
+    trained: Any = (),
+    others: Any = (),
+    later_others: Any = (),
     meanwhile: Callable[[], jax.Array | None] = lambda: None,
 ) -> Exchanged:
     """The weighted sum of what each token's experts make of its row, wherever they live. Inside `shard_map`.
 
-        mixed[t] = sum_a weight[t, a] * apply(rows[t], expert index[t, a])
+        mixed[t] = sum_a weight[t, a] * apply(experts, rows[t], expert index[t, a])
 
     `rows` [t, R]; `index` [t, A] int32 counts experts over the whole mesh, -1 is sent nowhere and adds nothing;
-    `weight` [t, A] in at least float32. `apply(rows [n, R], local_expert [n]) -> [n, R]` works on one device's slice of
-    the experts, must give 0 for expert -1 and hold no collective: what it closes over, and `rows`, should already vary
-    over every mesh axis that its output varies on, so that gradients are summed over devices once, outside.
+    `weight` [t, A] in at least float32. `apply(experts, rows [n, R], local_expert [n]) -> [n, R]` works on one device's
+    slice of the experts, the pair of `trained` and `others`, of which `trained` has gradients; it closes over no
+    arrays, gives 0 for expert -1 and holds no collective. Rounds behind the first get `later_others` instead, if given.
+    `trained` and `rows` should already vary over every mesh axis that its output varies on, so that gradients are
+    summed over devices once, outside.
 
     On n devices, f = capacity_factor bounds what is sent or computed at a time:
 
@@ -98,20 +104,26 @@ def exchange_experts(
     """
     rows = varying_like(rows, index)
     weight = varying_like(weight, rows)
+    later_others = later_others or others
     if lax.axis_size(exchange.mesh_axes) == 1:
         places = place(jnp.arange(index.size, dtype=jnp.int32).reshape(index.shape), index >= 0, index.size)
-        outputs = apply(take_rows(rows, places), index.reshape(-1))
+        outputs = apply((trained, others), take_rows(rows, places), index.reshape(-1))
         nothing = varying_like(jnp.zeros((), jnp.int32), index)
         return Exchanged(add_choices(varying_like(outputs, weight), weight, places), nothing, nothing, meanwhile())
     if exchange.transport == "ring":
-        return _pass_around(rows, index, weight, apply, exchange)._replace(meanwhile=meanwhile())
-    buffers = _buffers(index, exchange)
+        return _pass_around(rows, index, weight, apply, exchange, trained, others, later_others)._replace(
+            meanwhile=meanwhile()
+        )
 
-    def run_round(number: jax.Array) -> jax.Array:
+    def run_round(number: jax.Array, held: tuple, known: tuple) -> jax.Array:
+        (rows, weight, trained), (index, others) = held, known
+        buffers = _buffers(index, exchange)
         chunks = buffers.chunks(number, weight)
         ahead = [buffers.send_ahead(rows, chunk) for chunk in chunks]
-        return _work_on(buffers, chunks, buffers.dispatch(ahead[0], chunks[0]), ahead[1:], weight.dtype, apply)
+        arrived = buffers.dispatch(ahead[0], chunks[0])
+        return _work_on(buffers, chunks, arrived, ahead[1:], weight.dtype, partial(apply, (trained, others)))
 
+    buffers = _buffers(index, exchange)
     chunks = buffers.chunks(0, weight)
     ahead = [buffers.send_ahead(rows, chunk) for chunk in chunks]
     arrived, later_rows, aside = buffers.dispatch(ahead[0], chunks[0]), rows, meanwhile()
@@ -121,10 +133,11 @@ def exchange_experts(
         # What comes from other nodes is on its way meanwhile too.
         of_others, aside = in_order(([array for array in ahead if array is not rows], aside))
         ahead = [rows, *of_others] if of_others else [later_rows] * len(ahead)
-    mixed = _work_on(buffers, chunks, arrived, ahead[1:], weight.dtype, apply)
+    mixed = _work_on(buffers, chunks, arrived, ahead[1:], weight.dtype, partial(apply, (trained, others)))
     if exchange.overflow == "drop":
         return Exchanged(mixed, varying_like(jnp.ones((), jnp.int32), index), buffers.num_beyond, aside)
-    mixed = _add_rounds(mixed, run_round, buffers.num_rounds, buffers.max_rounds)
+    if buffers.max_rounds > 1:
+        mixed = add_rounds(mixed, run_round, buffers.num_rounds, (rows, weight, trained), (index, later_others))
     num_rounds = varying_like(buffers.num_rounds, index)
     return Exchanged(mixed, num_rounds, varying_like(jnp.zeros((), jnp.int32), index), aside)
 
@@ -148,7 +161,7 @@ def _work_on(
     arrived: jax.Array,
     ahead: list[jax.Array],
     dtype: jax.typing.DTypeLike,
-    apply: Apply,
+    apply: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """What a round adds [t, R]. Its first chunk has `arrived`; each other is sent before the work on the one before."""
     total: jax.Array | None = None
@@ -166,31 +179,15 @@ def _work_on(
     return total
 
 
-def _add_rounds(
-    total: jax.Array, run_round: Callable[[jax.Array], jax.Array], num_rounds: jax.Array, max_rounds: int
-) -> jax.Array:
-    """`total`, which the first round gave, and what the others of `num_rounds` rounds add."""
-    if max_rounds == 1:
-        return total
-
-    def nothing(*_) -> jax.Array:
-        return varying_like(jnp.zeros(total.shape, total.dtype), total)
-
-    def step(further: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
-        run = jax.checkpoint(
-            lambda number: lax.cond(number < num_rounds, run_round, nothing, number), prevent_cse=False
-        )
-        return further + run(number), None
-
-    def scan_rounds() -> jax.Array:
-        return lax.scan(step, nothing(), jnp.arange(1, max_rounds, dtype=jnp.int32))[0]
-
-    # Only inputs are kept for the backward pass, not a buffer for each round that might have been needed.
-    return total + jax.checkpoint(lambda: lax.cond(num_rounds > 1, scan_rounds, nothing))()
-
-
 def _pass_around(
-    rows: jax.Array, index: jax.Array, weight: jax.Array, apply: Apply, exchange: ExpertExchange
+    rows: jax.Array,
+    index: jax.Array,
+    weight: jax.Array,
+    apply: Apply,
+    exchange: ExpertExchange,
+    trained: Any,
+    others: Any,
+    later_others: Any,
 ) -> Exchanged:
     """The ring: in step s, device d has the rows of device d - s and adds its experts' part to their sum."""
     num_devices = lax.axis_size(exchange.mesh_axes)
@@ -203,23 +200,26 @@ def _pass_around(
         to_next = [(device, (device + 1) % num_devices) for device in range(num_devices)]
         return jax.tree.map(lambda array: lax.ppermute(array, exchange.mesh_axes, to_next), arrays)
 
-    def own_part(held: tuple[jax.Array, jax.Array, jax.Array]) -> Exchanged:
-        rows, index, weight = held
+    def run_round(number: jax.Array | int, held: tuple, known: tuple) -> jax.Array:
+        (rows, weight, trained), (expert, rank, is_own, others) = held, known
+        slot = rank - number * capacity
+        places = place(slot, is_own & (slot >= 0) & (slot < capacity), capacity)
+        local_expert = expert.reshape(-1).at[places.choice].get(mode="fill", fill_value=-1)
+        outputs = apply((trained, others), take_rows(rows, places), local_expert)
+        return add_choices(varying_like(outputs, weight), weight, places)
+
+    def own_part(passed: tuple[jax.Array, jax.Array, jax.Array]) -> Exchanged:
+        rows, index, weight = passed
         expert = index - first_expert
         is_own = (index >= 0) & (expert >= 0) & (expert < local_experts)
         rank = (jnp.cumsum(is_own.reshape(-1), dtype=jnp.int32) - 1).reshape(index.shape)
         count = jnp.sum(is_own, dtype=jnp.int32)
-
-        def run_round(number: jax.Array | int) -> jax.Array:
-            slot = rank - number * capacity
-            places = place(slot, is_own & (slot >= 0) & (slot < capacity), capacity)
-            local_expert = expert.reshape(-1).at[places.choice].get(mode="fill", fill_value=-1)
-            outputs = apply(take_rows(rows, places), local_expert)
-            return add_choices(varying_like(outputs, weight), weight, places)
-
         num_rounds = jnp.clip(-(-count // capacity), 1, max_rounds)
-        # No device waits for another's further rounds: they hold no exchange.
-        mixed = _add_rounds(run_round(0), run_round, num_rounds, max_rounds)
+        held, known = (rows, weight, trained), (expert, rank, is_own)
+        mixed = run_round(0, held, (*known, others))
+        if max_rounds > 1:
+            # No device waits for another's further rounds: they hold no exchange.
+            mixed = add_rounds(mixed, run_round, num_rounds, held, (*known, later_others))
         return Exchanged(mixed, num_rounds, jnp.maximum(count - max_rounds * capacity, 0))
 
     def step(carry, _):

@@ -156,7 +156,10 @@ class Program:
         for instruction in computation.instructions:
             match instruction.opcode:
                 case "while":
-                    yield from self._runs(instruction.attribute("body"), times * instruction.runs, is_conditional)
+                    # One that hardly ever runs is counted as it does when it runs.
+                    runs = instruction.runs or 1
+                    is_seldom = is_conditional or not instruction.runs
+                    yield from self._runs(instruction.attribute("body"), times * runs, is_seldom)
                 case "conditional":
                     for branch in instruction.called:
                         yield from self._runs(branch, times, True)

@@ -66,7 +66,7 @@ def make_exchange(transport: str, num_experts: int, mesh: jax.sharding.Mesh) -> 
     )
 
     def on_device(rows: jax.Array, index: jax.Array, weight: jax.Array) -> jax.Array:
-        def apply(rows: jax.Array, expert: jax.Array) -> jax.Array:
+        def apply(_: tuple, rows: jax.Array, expert: jax.Array) -> jax.Array:
             return jnp.where((expert >= 0)[:, None], rows, jnp.zeros_like(rows))
 
         return exchange_experts(rows, index, weight, apply, exchange).mixed

@@ -31,10 +31,11 @@ def exchange(mesh_config, **settings):
         def loss(rows, weight, factor):
             factor = make_varying(factor)
 
-            def apply(rows, expert):
+            def apply(experts, rows, expert):
+                factor = experts[0]
                 return jnp.where(expert >= 0, factor[expert], 0)[:, None] * rows
 
-            exchanged = exchange_experts(rows, index, weight, apply, settings)
+            exchanged = exchange_experts(rows, index, weight, apply, settings, factor)
             counts = exchanged.num_rounds[None], exchanged.num_dropped[None]
             return lax.psum(jnp.sum(exchanged.mixed * cotangent), DATA_AXES), (exchanged.mixed, *counts)
 

@@ -25,6 +25,7 @@ from mmjax.models.fused_attention import for_described_gpus
 from mmjax.parallel.described import described_mesh
 from mmjax.parallel.mesh import make_mesh
 from mmjax.planner.topology import read_cluster
+from mmjax.training.compiled_program import read_program
 from mmjax.training.compiled_step import abstract_batch
 from mmjax.training.step import abstract_state, compiler_options, init_state, make_train_step, place_batch
 
@@ -66,8 +67,8 @@ def run(*, in_place: bool, storage: str = "dense") -> RunConfig:
     )
 
 
-def compiled_for_a_described_gpu(config: RunConfig) -> str:
-    mesh = described_mesh(config.mesh, read_cluster("1xh200"))
+def compiled_for_described_gpus(config: RunConfig) -> str:
+    mesh = described_mesh(config.mesh, read_cluster(f"1x{config.mesh.num_devices}xh200"))
     with for_described_gpus(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = make_train_step(config, mesh).lower(abstract_state(config, mesh), abstract_batch(config, mesh))
         return lowered.compile(compiler_options=compiler_options(mesh)).as_text() or ""
@@ -78,10 +79,36 @@ def compiled_for_a_described_gpu(config: RunConfig) -> str:
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of older versions refuses this small program in place")
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_no_operation_copies_the_experts_of_a_layer():
-    programs = [compiled_for_a_described_gpu(run(in_place=in_place)) for in_place in (False, True)]
+    programs = [compiled_for_described_gpus(run(in_place=in_place)) for in_place in (False, True)]
     copies = [len(re.findall(COPY_OF_EXPERTS, program)) for program in programs]
     assert copies[0] > 0
     assert copies[1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of older versions refuses this small program in place")
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_further_rounds_of_an_exchange_copy_no_experts_unless_they_run():
+    config = run(in_place=True)
+    moe = dataclasses.replace(config.model.moe, capacity_factor=1.25)
+    config = dataclasses.replace(
+        config,
+        mesh=MeshConfig(expert=2),
+        data=dataclasses.replace(config.data, rows=2),
+        model=dataclasses.replace(config.model, moe=moe),
+    )
+    made = {False: [], True: []}
+    for computation, _, is_conditional in read_program(compiled_for_described_gpus(config)).runs():
+        made[is_conditional] += [
+            instruction.name
+            for instruction in computation.instructions
+            if instruction.opcode in ("copy", "copy-done", "fusion", "fusion-done", "dynamic-slice")
+            # A device's experts of one layer, or of all.
+            and any(array.shape[-3:] == (4, 256, 256) for array in instruction.arrays)
+        ]
+    assert made[True]
+    assert not made[False]
 
 
 @pytest.mark.gpu

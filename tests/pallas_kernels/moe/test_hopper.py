@@ -276,10 +276,12 @@ def test_the_exchange_with_other_devices_compiles_around_the_kernels_and_adapter
                 make_varying(rows, (*DATA_AXES, "tensor")),
                 index,
                 jnp.ones(index.shape, jnp.float32),
-                lambda rows, expert: expert_mlp(
-                    rows, expert, *own, activation="situ", adapters=factors, implementation="pallas"
+                lambda experts, rows, expert: expert_mlp(
+                    rows, expert, *experts[1], activation="situ", adapters=experts[0], implementation="pallas"
                 ),
                 ExpertExchange(num_experts=4, capacity_factor=1.25),
+                factors,
+                own,
             )
             return jax.lax.psum(jnp.sum(exchanged.mixed * gradient), MESH_AXES[1:])
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe.api import router_scores, select_experts, weigh_experts
+from pallas_kernels.moe.api import router_logits, router_scores, select_experts, weigh_experts
 
 
 def scores_by_formula(logits, scoring):
@@ -95,3 +95,26 @@ def test_where_exactly_the_taken_experts_take_part_the_threshold_is_the_last_tak
 def test_a_choice_that_cannot_be_made_is_an_error(wrong, message):
     with pytest.raises(ValueError, match=message):
         select_experts(jnp.zeros((2, 8)), jnp.zeros(8), scoring="sigmoid", **wrong)
+
+
+@pytest.mark.parametrize("width", [512, 2304, pytest.param(7168, marks=pytest.mark.gpu)])
+def test_logits_of_tokens_in_bfloat16_and_their_gradients_are_as_good_as_in_float32(width):
+    random = np.random.default_rng(4)
+    tokens = jnp.asarray(random.normal(size=(33, width)), jnp.bfloat16)
+    router = jnp.asarray(random.normal(size=(width, 21)) * 10.0 ** random.uniform(-6, 1, size=(width, 1)), jnp.float32)
+    gradient = jnp.asarray(random.normal(size=(33, 21)), jnp.float32)
+    of_tokens, of_router, of_gradient = (np.asarray(array, np.float64) for array in (tokens, router, gradient))
+    exact = of_tokens @ of_router, of_gradient @ of_router.T, of_tokens.T @ of_gradient
+    # What float32 sums of so many numbers may be off, and for tokens one rounding to bfloat16.
+    sizes = abs(of_tokens) @ abs(of_router), abs(of_gradient) @ abs(of_router).T, abs(of_tokens).T @ abs(of_gradient)
+
+    @jax.jit
+    def run(tokens, router, gradient):
+        logits, pullback = jax.vjp(router_logits, tokens, router)
+        return logits, *pullback(gradient)
+
+    logits, tokens_gradient, router_gradient = run(tokens, router, gradient)
+    assert (logits.dtype, tokens_gradient.dtype, router_gradient.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    assert np.all(abs(logits - exact[0]) < 2e-7 * sizes[0])
+    assert np.all(abs(tokens_gradient.astype(jnp.float32) - exact[1]) < 2.0**-8 * abs(exact[1]) + 2e-5 * sizes[1])
+    assert np.all(abs(router_gradient - exact[2]) < 3e-7 * sizes[2])
