@@ -27,11 +27,8 @@ takes that program instead of compiling. Compiled without a GPU it lacks cuDNN's
 import argparse
 import ast
 import dataclasses
-import gzip
 import importlib
-import json
 import pickle
-import re
 import statistics
 import tempfile
 import time
@@ -42,6 +39,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from gpu_trace import Kernel, busy_share, part_of, read_kernels
 from jax.experimental import serialize_executable
 
 from mmjax.config import RunConfig
@@ -56,15 +54,6 @@ from mmjax.training.dry_run import estimate
 from mmjax.training.step import abstract_state, compiler_options, init_state, make_train_step, place_batch
 
 PEAK_FLOPS = 989.5e12
-PARTS = (  # the first pattern that a kernel's name holds counts
-    ("attention", r"fmha|sdpa|flash|cudnn_generated"),
-    ("linear attention", r"prepare|scan_back|^scan|parts_of_tokens|gradients|convolve"),
-    ("experts", r"moe_"),
-    ("cross-entropy", r"cross_entropy"),
-    ("attention residuals", r"attention_residual"),
-    ("products", r"gemm|nvjet|cutlass|xmma|sm90_xmma|dot"),
-    ("copies", r"memcpy|copy|memset|dynamic_slice|dynamic_update_slice"),
-)
 
 
 def draw_batch(config: RunConfig, seed: int = 0) -> Batch:
@@ -94,40 +83,12 @@ def draw_batch(config: RunConfig, seed: int = 0) -> Batch:
     return batch
 
 
-def kernel_events(directory: str) -> list[tuple[str, float, float]]:
-    """(name, start, end) of what the GPU's streams ran, in microseconds, from a trace that JAX wrote."""
-    found = []
-    for path in Path(directory).rglob("*.trace.json.gz"):
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        lanes = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-        found += [
-            (event["name"], event["ts"], event["ts"] + event["dur"])
-            for event in events
-            if event.get("ph") == "X" and lanes.get((event["pid"], event.get("tid")), "").startswith("Stream")
-        ]
-    return found
-
-
-def traced(run: Callable[[], Any]) -> list[tuple[str, float, float]]:
-    """`kernel_events` of what `run` does."""
+def traced(run: Callable[[], Any]) -> list[Kernel]:
+    """The kernels of what `run` does."""
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             jax.block_until_ready(run())
-        return kernel_events(directory)
-
-
-def busy_share(events: Iterable[tuple[str, float, float]]) -> float:
-    """Of the time from the first event to the end of the last, the share in which at least one was under way."""
-    intervals = sorted((start, end) for _, start, end in events)
-    begun, reached, busy = intervals[0][0], intervals[0][0], 0.0
-    for start, end in intervals:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return busy / (reached - begun)
-
-
-def part_of(kernel: str) -> str:
-    return next((part for part, pattern in PARTS if re.search(pattern, kernel, re.IGNORECASE)), "others")
+        return read_kernels(Path(directory))
 
 
 def save_program(config: RunConfig, given: dict[str, Any], file: Path) -> None:
@@ -232,9 +193,9 @@ class Benchmark:
 
     def print_parts(self, num_kernels: int) -> None:
         parts, kernels = defaultdict[str, float](float), defaultdict[str, float](float)
-        for name, start, end in traced(lambda: self.run(1)):
-            kernels[name] += end - start
-            parts[part_of(name)] += end - start
+        for kernel in traced(lambda: self.run(1)):
+            kernels[kernel.name] += kernel.end - kernel.begin
+            parts[part_of(kernel.name)] += kernel.end - kernel.begin
         for part, microseconds in sorted(parts.items(), key=lambda item: -item[1]):
             print(f"  {part:20s} {microseconds / 1e3:8.1f} ms")
         for kernel, microseconds in sorted(kernels.items(), key=lambda item: -item[1])[:num_kernels]:

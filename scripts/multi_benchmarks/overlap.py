@@ -4,28 +4,15 @@ import gzip
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from bench_train import part_of
+from gpu_trace import Interval, Kernel, length, merged, part_of
 
 EXCHANGE = re.compile(r"nccl|memcpy ?p2p|ragged.?all.?to.?all|all.?reduce.?kernel", re.IGNORECASE)
-Interval = tuple[float, float]
 # Of the kernels of a step, so many of the longest are described.
 _NUM_DESCRIBED = 40
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """What ran on a stream of a device, in microseconds."""
-
-    device: int
-    lane: int
-    name: str
-    begin: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -40,31 +27,12 @@ class Overlap:
     span: float
     """From the first kernel to the end of the last."""
     parts: dict[str, float]
-    """Computing by `bench_train.PARTS`, what runs side by side counted twice."""
+    """Computing by `gpu_trace.PARTS`, what runs side by side counted twice."""
     computing_of_devices: list[float]
 
     @property
     def hidden_share(self) -> float:
         return self.hidden / self.exchanging if self.exchanging else 1.0
-
-
-def read_kernels(directory: Path) -> list[Kernel]:
-    """From what JAX's profiler wrote; none where no GPU was traced."""
-    events: list[Mapping[str, Any]] = []
-    for path in directory.rglob("*.trace.json.gz"):
-        events += json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    return kernels_of(events)
-
-
-def kernels_of(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
-    """Of events of Chrome's trace format: what runs in lanes named Stream, by process (device)."""
-    events = list(events)
-    lanes = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    return [
-        Kernel(event["pid"], event["tid"], event["name"], event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("ph") == "X" and lanes.get((event["pid"], event.get("tid")), "").startswith("Stream")
-    ]
 
 
 def overlap_of(kernels: Iterable[Kernel]) -> Overlap | None:
@@ -131,18 +99,3 @@ def save_kernels(path: Path, kernels: Sequence[Kernel]) -> None:
     places = {name: place for place, name in enumerate(names)}
     rows = [[k.device, k.lane, places[k.name], round(k.begin, 3), round(k.end, 3)] for k in kernels]
     path.write_bytes(gzip.compress(json.dumps({"names": names, "kernels": rows}).encode()))
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points in intervals that do not touch, in order."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)

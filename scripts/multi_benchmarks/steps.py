@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from bench_train import PEAK_FLOPS, draw_batch
 from flax import nnx
+from gpu_trace import read_kernels
 from multi_benchmarks import gradients, shapes
-from multi_benchmarks.overlap import describe_kernels, overlap_of, read_kernels, save_kernels
+from multi_benchmarks.overlap import describe_kernels, overlap_of, save_kernels
 from multi_benchmarks.session import Session
 
 from mmjax.checkpoint.adapters import define_run

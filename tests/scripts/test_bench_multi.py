@@ -81,7 +81,8 @@ def events(*kernels: tuple[int, int, str, float, float]) -> list[dict]:
 
 
 def test_exchanges_are_hidden_as_far_as_something_computes_beside_them():
-    from multi_benchmarks.overlap import describe_kernels, kernels_of, overlap_of
+    from gpu_trace import busy_share, kernels_of
+    from multi_benchmarks.overlap import describe_kernels, overlap_of
 
     kernels = kernels_of(
         events(
@@ -100,6 +101,8 @@ def test_exchanges_are_hidden_as_far_as_something_computes_beside_them():
     np.testing.assert_allclose([found.span, found.parts["products"], found.parts["others"]], [100e-6, 70e-6, 10e-6])
     np.testing.assert_allclose(found.computing_of_devices, [50e-6, 100e-6])
     assert "0.06 ms, 1 x, ncclDevKernel_SendRecv exposed 0.03" in describe_kernels(kernels).splitlines()
+    assert busy_share(kernels) == 1.0
+    assert busy_share(kernels_of(events((0, 1, "a", 0, 40), (0, 2, "b", 30, 50), (0, 1, "c", 75, 100)))) == 0.75
     assert overlap_of(kernels_of(events())) is None
 
 
