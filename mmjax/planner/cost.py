@@ -59,7 +59,7 @@ def forward_flops(model: ModelConfig, row_tokens: int) -> dict[str, float]:
         "routed experts": num_moe * _FLOPS_PER_WEIGHT * moe.experts_per_token * 3 * expert_input * moe.expert_width,
         "shared experts": num_moe * _FLOPS_PER_WEIGHT * (3 * width * moe.shared_hidden_width + shared_gate),
         "dense MLP": (len(kinds) - num_moe) * _FLOPS_PER_WEIGHT * num_matrices * width * moe.dense_width,
-        "attention residuals": 6 * width * sum(_residual_sources(model)) if model.residual == "attention" else 0,
+        "attention residuals": 6 * width * sum(residual_sources(model)) if model.residual == "attention" else 0,
         "hyper connections": 2 * len(kinds) * _stream_flops(model) if model.residual == "hyper" else 0,
         "head": _FLOPS_PER_WEIGHT * width * model.vocabulary_size,
     }
@@ -443,7 +443,7 @@ def golden_cost(
     return GoldenCost(branches=terms, alignment=beta * alignment_seconds)
 
 
-def _residual_sources(model: ModelConfig) -> Iterable[int]:
+def residual_sources(model: ModelConfig) -> Iterable[int]:
     """How many sources each mix of the network reads: two mixes a layer and one before the head."""
     frozen = 0
     for layer in range(model.num_layers):

@@ -19,6 +19,7 @@ from mmjax.planner.adapters import Tuning
 from mmjax.planner.cost import forward_flops
 from mmjax.planner.parameters import num_active_parameters
 from mmjax.planner.units import format_bytes, format_flops
+from mmjax.training import trained_flops
 from mmjax.training.step import TrainState, abstract_state
 
 
@@ -86,15 +87,15 @@ def estimate(config: RunConfig, state: TrainState) -> Estimate:
     groups = (state.parameters, state.router_biases, state.frozen)
     held = jax.tree.leaves(groups)
     parameters = jax.tree.leaves(state.parameters)
-    tuning = tuning_of(config)
-    text = sum(cost.training_flops(config.model, config.data.row_tokens, tuning).values())
-    pictures = cost.vision_training_flops(config.model, config.data.image_max_patches, tuning)
-    sounds = cost.audio_training_flops(config.model, tuning)
     if config.trained:
-        # Backward passes end where nothing before is trained; a projector's own gradients are left out.
-        words = {path.split(".", 1)[0] for path in state.parameters}
-        pictures = pictures if "vision" in words else vision
-        sounds = sounds if "audio" in words else cost.audio_forward_flops(config.model)
+        text = trained_flops.token_flops(config.model, config.data.row_tokens, state.parameters)
+        pictures = trained_flops.patch_flops(config.model, config.data.image_max_patches, state.parameters)
+        sounds = trained_flops.clip_flops(config.model, state.parameters)
+    else:
+        tuning = tuning_of(config)
+        text = sum(cost.training_flops(config.model, config.data.row_tokens, tuning).values())
+        pictures = cost.vision_training_flops(config.model, config.data.image_max_patches, tuning)
+        sounds = cost.audio_training_flops(config.model, tuning)
     of_row = text * config.data.row_tokens + pictures * config.data.row_patches + sounds * config.data.row_clips
     return Estimate(
         num_parameters=sum(_num_weights(path, leaf) for group in groups for path, leaf in group.items()),
