@@ -1,5 +1,7 @@
-"""A schedule's table carried out: a scan over its ticks, with two exchanges between neighbouring stages in each."""
+"""A schedule's table carried out: a scan over its ticks, with exchanges between neighbouring stages in each."""
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from mmjax.axes import PIPE
 from mmjax.parallel.conditions import run_once, together
 from mmjax.parallel.fsdp import varying_like
+from mmjax.parallel.pipeline_parcels import parcels_of
 from mmjax.parallel.pipeline_schedule import Kind, Operation, Schedule
 
 Message = tuple[jax.Array, ...]
@@ -22,9 +25,9 @@ class Work(NamedTuple):
     """What an operation gets."""
 
     input: Message
-    """What the stage before has sent; anything on the first stage."""
+    """What the stage before has sent, with the sums that the device has; zeros for what is not finished."""
     cotangent: Message
-    """The gradient that the stage behind has sent; anything on the last stage."""
+    """The gradient of what the stage gives; zeros for what nobody takes."""
     micro_batch: jax.Array
     """int32."""
     stage: jax.Array
@@ -33,8 +36,15 @@ class Work(NamedTuple):
     """int32: the slot for what the stage keeps of this micro-batch."""
 
 
+Places = tuple[jax.Array | None, ...]
+"""Of each array of a message [places, ...], None where it is never kept."""
+
 Operate = Callable[[Any, Work], tuple[Any, Message, Message]]
 """(totals, work) -> (totals, what goes to the next stage, gradient for the stage before)."""
+
+
+# XLA keeps so many exchanges between pairs under way.
+_MOST_UNDER_WAY = 4
 
 
 def run_schedule(
@@ -43,7 +53,7 @@ def run_schedule(
     operation_of: Callable[[Kind, int], int | None],
     totals: Any,
     message: Message,
-    is_needed: Callable[[int, int], bool],
+    num_arrays: Sequence[int],
     *,
     runs_again: bool = True,
 ) -> Any:
@@ -51,99 +61,101 @@ def run_schedule(
 
     `operation_of(kind, stage)` is the index in `operations` of what the stage does, None if there is nothing to do; an
     operation may hold collectives over the other mesh axes, since all devices of a stage do the same. `message` gives
-    shapes, and zeros; `is_needed(stage, number)` says whether a stage wants that array of it. `runs_again`: backward
-    passes need the inputs of their stages too.
+    shapes, and zeros; of its arrays a stage is given the first `num_arrays[stage]`. `runs_again`: backward passes need
+    the inputs of their stages too.
 
-    With latency 2 what a tick computed travels during the next tick: neither waits for the other. All arrays of a
-    message go as one over all borders then, since XLA has few permutations under way at a time; where forward and
-    backward passes take turns, each tick sends in one direction alone. With latency 1 an array crosses those borders
-    only behind which it is needed. Inputs stay in a buffer of as many slots as the schedule needs, from their arrival
-    until their last use.
+    Only those arrays travel that the device of the next stage does not have, and their gradients back. With latency 2
+    what a tick computed travels during the next tick: neither waits for the other. Where forward and backward passes
+    take turns, each tick sends in one direction alone. Arrays stay in buffers of as many places as the schedule needs,
+    from their arrival until their last use.
     """
-    slots, device = schedule.slots(runs_again=runs_again), lax.axis_index(PIPE)
-    pairs = [_pairs(schedule, number, is_needed) for number in range(len(message))]
+    slots, device = schedule.slots(num_arrays, runs_again=runs_again), lax.axis_index(PIPE)
+    places_of = {name: getattr(slots, name) for name in ("inputs", "own_inputs", "cotangents", "own_cotangents")}
+    kinds = _kinds_in_turn(schedule)
+    period, is_hidden = len(kinds), schedule.latency == 2
+    goes_both_ways = any({Kind.FORWARD, Kind.BACKWARD} <= of_tick for of_tick in kinds)
+    most = _MOST_UNDER_WAY // 2 if is_hidden and goes_both_ways else _MOST_UNDER_WAY
+    parcels = parcels_of(schedule, num_arrays, most)
     assert schedule.num_devices == lax.axis_size(PIPE)
-
-    operations = [_alike(operate, totals, message) for operate in operations]
 
     def table(value: Callable[[int, Operation], int | None]) -> np.ndarray:
         """[ticks, devices], -1 for None."""
         found = [[value(d, operation) for d, operation in enumerate(tick)] for tick in schedule.ticks]
         return np.array([[-1 if number is None else number for number in row] for row in found])
 
-    chosen = table(lambda d, o: None if o.kind is Kind.IDLE else operation_of(o.kind, schedule.stage_of(d, o.chunk)))
-    kinds = _kinds_in_turn(schedule)
-    period = len(kinds)
-
     def column(table: np.ndarray) -> jax.Array:
-        """[ticks of a turn, turns] of this device."""
+        """[ticks, devices, ...] -> [turns, ticks of a turn, ...] of this device."""
         own = lax.dynamic_index_in_dim(jnp.asarray(table, jnp.int32), device, axis=1, keepdims=False)
-        return own.reshape(-1, period)
+        return own.reshape(-1, period, *own.shape[1:])
 
+    chosen = table(lambda d, o: None if o.kind is Kind.IDLE else operation_of(o.kind, schedule.stage_of(d, o.chunk)))
+    stage = table(lambda d, o: schedule.stage_of(d, o.chunk))
+    # Whose results travel in a tick, and to where on their way forward; nobody takes those of the last stage.
+    sender = np.roll(stage, schedule.latency - 1, axis=0)
+    target = np.minimum(sender + 1, schedule.num_stages - 1)
     ticks = {
-        "operation": column(chosen),
-        "micro_batch": column(table(lambda d, o: o.micro_batch)),
-        "stage": column(table(lambda d, o: schedule.stage_of(d, o.chunk))),
-        **{
-            name: column(getattr(slots, name))
-            for name in ("stored_input", "stored_cotangent", "used_input", "used_cotangent", "kept")
+        "operation": chosen,
+        "micro_batch": table(lambda d, o: o.micro_batch),
+        "stage": stage,
+        "kept": slots.kept,
+        "rows": {
+            "inputs": (parcels.array_of_row[target], parcels.row_of_array[np.roll(target, 1, axis=1)]),
+            "cotangents": (parcels.array_of_row[sender], parcels.row_of_array[np.roll(sender, -1, axis=1)]),
         },
+        "stored": {name: places.stored for name, places in places_of.items()},
+        "used": {name: places.used for name, places in places_of.items()},
+    }
+    ways = {
+        "inputs": (Kind.FORWARD, parcels.pairs),
+        "cotangents": (Kind.BACKWARD, [[(b, a) for a, b in pairs] for pairs in parcels.pairs]),
     }
 
-    def buffer(slots_of_device: Sequence[int], step: int) -> Message:
-        """Slots of each array for the device that keeps most of it, of those that get it from `step` devices before."""
-        numbers = [
-            max([slots_of_device[(receiver + min(0, step)) % len(slots_of_device)] for _, receiver in pairs[number]])
-            if pairs[number]
-            else 1
-            for number in range(len(message))
-        ]
-        return tuple(
-            varying_like(jnp.zeros((max(1, n), *m.shape), m.dtype), m) for n, m in zip(numbers, message, strict=True)
-        )
+    def perform(number: int, state: tuple, held: tuple) -> tuple:
+        """Operation `number` on (totals, output, gradient for the stage before)."""
+        buffers, tick = held
+        read = functools.partial(_read, buffers, tick["used"], message)
+        places = (tick[name] for name in ("micro_batch", "stage", "kept"))
+        work = Work(read("inputs", "own_inputs"), read("cotangents", "own_cotangents"), *places)
+        new, *sent = operations[number](state[0], work)
+        return new, *((*arrays, *message[len(arrays) :]) for arrays in sent)
 
-    def travel(sent: set[Kind], output: Message, cotangent: Message) -> tuple[Message | None, Message | None]:
-        """What arrives from the stages before and behind, of ticks that do what is in `sent`."""
-        turned = [[(b, a) for a, b in of_array] for of_array in pairs]
-        there = _exchange(output, pairs, schedule.latency == 2) if Kind.FORWARD in sent else None
-        back = _exchange(cotangent, turned, schedule.latency == 2) if Kind.BACKWARD in sent else None
-        return there, back
+    def travel(sent: set[Kind], tick: dict[str, Any], output: Message, cotangent: Message) -> dict[str, Message]:
+        """The parcels that arrive from the stages before and behind, of ticks that do what is in `sent`."""
+        leaving = {"inputs": output, "cotangents": cotangent}
+        return {
+            name: _exchange(leaving[name], tick["rows"][name][0], parcels.sizes, pairs)
+            for name, (kind, pairs) in ways.items()
+            if kind in sent
+        }
 
-    def run_tick(state: tuple, tick: dict[str, jax.Array], turn: int) -> tuple:
-        totals, inputs, cotangents, *leaving = state
-        arriving = travel(kinds[turn - 1], *leaving) if leaving else ()
-        work = Work(
-            _read(inputs, tick["used_input"]),
-            _read(cotangents, tick["used_cotangent"]),
-            tick["micro_batch"],
-            tick["stage"],
-            tick["kept"],
-        )
+    def run_tick(state: tuple, tick: dict[str, Any], turn: int) -> tuple:
+        totals, buffers, *leaving = state
+        arriving = travel(kinds[turn - 1], tick, *leaving) if leaving else {}
         in_turn = chosen[turn::period]
         state = (totals, message, message)
         for number in sorted(set(in_turn.flatten().tolist()) - {-1}):
             share = int((in_turn == number).sum()), in_turn.size
-            state = run_once(tick["operation"] == number, _of_state(operations[number]), state, work, share)
-        if arriving:
+            operate = functools.partial(perform, number)
+            # What is read is read inside: out here each array would be copied.
+            state = run_once(tick["operation"] == number, operate, state, (buffers, tick), share)
+        if leaving:
             # Else XLA lets what travels arrive before the operation that hides it.
             state, arriving = together((state, arriving))
-        totals, *results = state
-        arriving_input, arriving_cotangent = arriving or travel(kinds[turn], *results)
-        if arriving_input is not None:
-            inputs = _store(inputs, tick["stored_input"], arriving_input)
-        if arriving_cotangent is not None:
-            cotangents = _store(cotangents, tick["stored_cotangent"], arriving_cotangent)
-        return totals, inputs, cotangents, *(results if leaving else ())
+        totals, output, cotangent = state
+        arriving = arriving if leaving else travel(kinds[turn], tick, output, cotangent)
+        given = {name: _unpacked(arrived, tick["rows"][name][1]) for name, arrived in arriving.items()}
+        given |= {"own_inputs": output, "own_cotangents": cotangent}
+        stored = {name: _store(buffers[name], tick["stored"][name], arrays) for name, arrays in given.items()}
+        return totals, buffers | stored, *((output, cotangent) if leaving else ())
 
-    def run_turns(state: tuple, ticks: dict[str, jax.Array]) -> tuple[tuple, None]:
+    def run_turns(state: tuple, ticks: dict[str, Any]) -> tuple[tuple, None]:
         for turn in range(period):
-            state = run_tick(state, {name: values[turn] for name, values in ticks.items()}, turn)
+            state = run_tick(state, jax.tree.map(lambda values, turn=turn: values[turn], ticks), turn)
         return state, None
 
-    leaving = (message, message) if schedule.latency == 2 else ()
-    buffers = buffer(slots.inputs_of_device, 1), buffer(slots.cotangents_of_device, -1)
-    state = (totals, *buffers, *leaving)
-    (totals, *_), _ = lax.scan(run_turns, state, ticks)
+    leaving = (message, message) if is_hidden else ()
+    buffers = {name: _empty(places.num_places, message) for name, places in places_of.items()}
+    (totals, *_), _ = lax.scan(run_turns, (totals, buffers, *leaving), jax.tree.map(column, ticks))
     return totals
 
 
@@ -159,52 +171,58 @@ def _kinds_in_turn(schedule: Schedule) -> list[set[Kind]]:
     return [even | odd]
 
 
-def _of_state(operate: Operate) -> Callable[[tuple, Work], tuple]:
-    """An operation as one that takes and gives (totals, output, gradient for the stage before)."""
-    return lambda state, work: operate(state[0], work)
-
-
-def _pairs(schedule: Schedule, number: int, is_needed: Callable[[int, int], bool]) -> list[tuple[int, int]]:
-    """(sender, receiver) of the devices between which array `number` of a message travels forward."""
-    devices = schedule.num_devices
-    receivers = {stage % devices for stage in range(1, schedule.num_stages) if is_needed(stage, number)}
-    return sorted(((receiver - 1) % devices, receiver) for receiver in receivers)
-
-
-def _exchange(arrays: Message, pairs: list[list[tuple[int, int]]], as_one: bool) -> Message:
+def _exchange(
+    arrays: Message, rows: jax.Array, sizes: Sequence[int], pairs: Sequence[Sequence[tuple[int, int]]]
+) -> Message:
+    """The parcels [arrays of it, ...] that arrive; in row r of them, one after the other, array `rows[r]` is sent."""
+    stacked, ends = jnp.stack(arrays), itertools.accumulate(sizes)
+    found = []
     # Else XLA counts a message among what an operation exchanges, and starts none beside one that exchanges anything.
     with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
-        if as_one and len(arrays) > 1:
-            # The running sum crosses every border.
-            return (lax.ppermute(jnp.stack(arrays), PIPE, pairs[0]),)
-        return tuple(lax.ppermute(leaf, PIPE, p) if p else leaf for leaf, p in zip(arrays, pairs, strict=True))
+        for size, end, of_parcel in zip(sizes, ends, pairs, strict=True):
+            parcel = jnp.stack([_at(stacked, rows[row]) for row in range(end - size, end)])
+            found.append(lax.ppermute(parcel, PIPE, of_parcel))
+    return tuple(found)
 
 
-def _alike(operate: Operate, totals: Any, message: Message) -> Operate:
-    """`operate` with results that vary over the mesh as their accumulators do, which all branches must agree on."""
-
-    def run(old: Any, work: Work) -> tuple[Any, Message, Message]:
-        new, output, input_cotangent = operate(old, work)
-        return jax.tree.map(varying_like, new, totals), pad(output), pad(input_cotangent)
-
-    def pad(sent: Message) -> Message:
-        whole = (*sent, *message[len(sent) :])
-        return tuple(varying_like(leaf, like) for leaf, like in zip(whole, message, strict=True))
-
-    return run
+def _unpacked(parcels: Message, rows: jax.Array) -> Message:
+    """The arrays that lie in `rows` of the parcels."""
+    arrived = jnp.concatenate(parcels)
+    return tuple(_at(arrived, row) for row in rows)
 
 
-def _read(buffer: Message, slot: jax.Array) -> Message:
-    return tuple(lax.dynamic_index_in_dim(leaf, jnp.maximum(slot, 0), keepdims=False) for leaf in buffer)
+def _at(array: jax.Array, number: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(array, number, keepdims=False)
 
 
-def _store(buffer: Message, slot: jax.Array, arriving: Message) -> Message:
-    """`arriving` in `slot`, unless that is -1; what came as one array is taken apart."""
-    arriving = arriving if len(arriving) == len(buffer) else tuple(arriving[0])
+def _empty(num_places: Sequence[int], message: Message) -> Places:
+    return tuple(
+        varying_like(jnp.zeros((number, *leaf.shape), leaf.dtype), leaf) if number else None
+        for number, leaf in zip(num_places, message, strict=True)
+    )
 
-    def store(leaf: jax.Array, new: jax.Array) -> jax.Array:
+
+def _read(buffers: dict[str, Places], used: dict[str, jax.Array], zeros: Message, *names: str) -> Message:
+    """The sums of what lies in the used places of these buffers; zeros where that is -1."""
+
+    def read(number: int, nothing: jax.Array) -> jax.Array:
+        found = [
+            jnp.where(used[name][number] < 0, nothing, _at(leaf, jnp.maximum(used[name][number], 0)))
+            for name in names
+            if (leaf := buffers[name][number]) is not None
+        ]
+        return functools.reduce(jnp.add, found) if found else nothing
+
+    return tuple(read(number, nothing) for number, nothing in enumerate(zeros))
+
+
+def _store(buffer: Places, stored: jax.Array, arrays: Message) -> Places:
+    """The buffer with each array in its place, unless that is -1."""
+
+    def store(leaf: jax.Array | None, slot: jax.Array, new: jax.Array) -> jax.Array | None:
+        if leaf is None:
+            return None
         place = jnp.maximum(slot, 0)
-        old = lax.dynamic_index_in_dim(leaf, place, keepdims=False)
-        return lax.dynamic_update_index_in_dim(leaf, jnp.where(slot >= 0, new, old), place, 0)
+        return lax.dynamic_update_index_in_dim(leaf, jnp.where(slot < 0, _at(leaf, place), new), place, 0)
 
-    return tuple(store(leaf, new) for leaf, new in zip(buffer, arriving, strict=True))
+    return tuple(store(*one) for one in zip(buffer, stored, arrays, strict=True))

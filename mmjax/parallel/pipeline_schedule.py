@@ -19,6 +19,7 @@ as in ZB-H1, arXiv:2401.10241.
 import dataclasses
 import enum
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,29 +53,51 @@ IDLE = Operation(Kind.IDLE)
 _LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.WEIGHT: "W"}
 
 
+class Buffer(NamedTuple):
+    """Places for arrays of messages: int32 [ticks, devices, arrays] each, -1 for nowhere."""
+
+    stored: np.ndarray
+    """Takes what is there from the end of the tick on."""
+    used: np.ndarray
+    """Is read by the tick's operation."""
+    num_places: tuple[int, ...]
+    """For each array, on the device that needs most."""
+
+
+class _Stay(NamedTuple):
+    """An array of a message that lies on a device."""
+
+    since: int
+    """The tick at whose end it is there."""
+    number: int
+    micro_batch: int
+    stages: Sequence[int]
+    """Those that use it, all on one device."""
+
+
 @dataclass(frozen=True)
 class Slots:
-    """Where a device keeps what it was sent: int32 [ticks, devices] each, -1 for nowhere."""
+    """Where a device keeps what its operations need of earlier ones."""
 
-    stored_input: np.ndarray
-    """Slot that takes the input which arrives at the end of the tick."""
-    stored_cotangent: np.ndarray
-    used_input: np.ndarray
-    """Slot that the tick's operation reads. A first stage has no input, a last one no cotangent."""
-    used_cotangent: np.ndarray
+    inputs: Buffer
+    """Sent by the stage before."""
+    own_inputs: Buffer
+    """Sums that an earlier stage of the same device has finished."""
+    cotangents: Buffer
+    """Sent by the stage behind."""
+    own_cotangents: Buffer
+    """Of sums that a later stage of the same device has used, too."""
     kept: np.ndarray
-    """Slot of what a forward pass keeps inside its stage, from then until its last use."""
-    inputs_of_device: tuple[int, ...]
-    cotangents_of_device: tuple[int, ...]
+    """int32 [ticks, devices]: slot of what a forward pass keeps inside its stage, from then until its last use."""
     kept_of_device: tuple[int, ...]
 
     @property
     def num_inputs(self) -> int:
-        return max(self.inputs_of_device)
+        return self.inputs.num_places[0]
 
     @property
     def num_cotangents(self) -> int:
-        return max(self.cotangents_of_device)
+        return self.cotangents.num_places[0]
 
 
 class _Places:
@@ -145,8 +168,8 @@ class Schedule:
             peaks.append(peak)
         return peaks
 
-    def _last_use(self, micro_batch: int, stage: int, users: Iterable[Kind] = Kind) -> int:
-        return max(tick for kind in users if (tick := self.done.get((kind, micro_batch, stage))) is not None)
+    def _last_use(self, micro_batch: int, stage: int) -> int:
+        return max(tick for kind in Kind if (tick := self.done.get((kind, micro_batch, stage))) is not None)
 
     def check(self, kinds: Sequence[Kind]) -> None:
         """Raise ValueError unless each stage does each of `kinds` once for each micro-batch, after what it needs."""
@@ -168,55 +191,63 @@ class Schedule:
         is_last = stage == self.num_stages - 1
         return [(Kind.FORWARD, stage, 1)] + ([] if is_last else [(Kind.BACKWARD, stage + 1, self.latency)])
 
-    def slots(self, *, runs_again: bool = True) -> Slots:
-        """A place for everything that travels, from its arrival to its last use; as few places as that needs.
+    def sent(self, stage: int, num_arrays: Sequence[int]) -> list[int]:
+        """Which arrays of a message travel to a stage, and as gradients back.
 
-        Where a backward pass does not run its stage again, an input's last use is its forward pass.
+        A message is the running sum, 0, then the sums of finished residual blocks in order, of which a stage gets as
+        many as `num_arrays` says. Its device has those that were there when its stage before had run.
         """
-        shape = (len(self.ticks), self.num_devices)
-        stored = {kind: np.full(shape, -1, np.int32) for kind in (Kind.FORWARD, Kind.BACKWARD)}
-        used = {kind: np.full(shape, -1, np.int32) for kind in (Kind.FORWARD, Kind.BACKWARD)}
-        numbers = {}
-        for kind, step in ((Kind.FORWARD, 1), (Kind.BACKWARD, -1)):
-            users = tuple(Kind) if kind is Kind.FORWARD else (Kind.BACKWARD, Kind.WEIGHT)
-            users = users if runs_again or kind is Kind.BACKWARD else (Kind.FORWARD,)
-            # (arrival, last use, device, micro-batch, stage); what arrives in a tick is there from its end on.
-            stays = sorted(
-                (
-                    tick + self.latency - 1,
-                    self._last_use(m, stage + step, users),
-                    (stage + step) % self.num_devices,
-                    m,
-                    stage,
-                )
-                for (sent, m, stage), tick in self.done.items()
-                if sent is kind and 0 <= stage + step < self.num_stages
-            )
-            placing = _Places(self.num_devices)
-            for arrival, last_use, device, micro_batch, sender in stays:
-                slot = placing.take(device, arrival, last_use)
-                stored[kind][arrival, device] = slot
-                for user in users:
-                    if (tick := self.done.get((user, micro_batch, sender + step))) is not None:
-                        used[kind][tick, device] = slot
-            numbers[kind] = tuple(map(len, placing.free_from))
-        kept, placing = np.full(shape, -1, np.int32), _Places(self.num_devices)
+        before = stage - self.num_devices
+        return [0, *range(num_arrays[before + 1] if before >= 0 else 1, num_arrays[stage])]
+
+    def slots(self, num_arrays: Sequence[int] = (), *, runs_again: bool = True) -> Slots:
+        """A place for every array from when it is there until its last use; as few places as that needs.
+
+        Stages are given `num_arrays` arrays, one if it is empty. Where a backward pass does not run its stage again, an
+        input's last use is a forward pass.
+        """
+        num_arrays = num_arrays or (1,) * self.num_stages
+        inputs, own_inputs, cotangents, own_cotangents = stays = [], [], [], []
+        for (kind, m, stage), tick in self.done.items():
+            arrival = tick + self.latency - 1
+            if kind is Kind.FORWARD and stage < self.num_stages - 1:
+                later = range(stage + 1, self.num_stages, self.num_devices)
+                inputs += [
+                    _Stay(arrival, number, m, later if number else later[:1])
+                    for number in self.sent(stage + 1, num_arrays)
+                ]
+                if later := range(stage + self.num_devices, self.num_stages, self.num_devices):
+                    finished = range(num_arrays[stage], num_arrays[stage + 1])
+                    own_inputs += [_Stay(tick, number, m, later) for number in finished]
+            if kind is Kind.BACKWARD and stage > 0:
+                cotangents += [_Stay(arrival, number, m, [stage - 1]) for number in self.sent(stage, num_arrays)]
+                if (before := stage - self.num_devices) >= 0:
+                    own_cotangents += [_Stay(tick, number, m, [before]) for number in range(1, num_arrays[before + 1])]
+        of_inputs, of_cotangents = tuple(Kind) if runs_again else (Kind.FORWARD,), (Kind.BACKWARD, Kind.WEIGHT)
+        buffers = [
+            self._buffer(of_buffer, users, max(num_arrays))
+            for of_buffer, users in zip(stays, (of_inputs, of_inputs, of_cotangents, of_cotangents), strict=True)
+        ]
+        kept, placing = np.full((len(self.ticks), self.num_devices), -1, np.int32), _Places(self.num_devices)
         for (kind, micro_batch, stage), tick in sorted(self.done.items(), key=lambda item: item[1]):
             if kind is Kind.FORWARD:
                 slot = placing.take(stage % self.num_devices, tick - 1, self._last_use(micro_batch, stage))
                 for user in Kind:
                     if (tick := self.done.get((user, micro_batch, stage))) is not None:
                         kept[tick, stage % self.num_devices] = slot
-        return Slots(
-            stored_input=stored[Kind.FORWARD],
-            stored_cotangent=stored[Kind.BACKWARD],
-            used_input=used[Kind.FORWARD],
-            used_cotangent=used[Kind.BACKWARD],
-            kept=kept,
-            inputs_of_device=numbers[Kind.FORWARD],
-            cotangents_of_device=numbers[Kind.BACKWARD],
-            kept_of_device=tuple(map(len, placing.free_from)),
-        )
+        return Slots(*buffers, kept=kept, kept_of_device=tuple(map(len, placing.free_from)))
+
+    def _buffer(self, stays: Iterable[_Stay], users: Iterable[Kind], num_arrays: int) -> Buffer:
+        """Places for `stays`, which end with the last of their stages' passes of the kinds `users`."""
+        shape = (len(self.ticks), self.num_devices, num_arrays)
+        stored, used = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
+        placing = [_Places(self.num_devices) for _ in range(num_arrays)]
+        for since, number, micro_batch, stages in sorted(stays, key=lambda stay: stay.since):
+            device, operations = stages[0] % self.num_devices, itertools.product(users, [micro_batch], stages)
+            uses = [self.done[operation] for operation in operations if operation in self.done]
+            place = placing[number].take(device, since, max(uses))
+            stored[since, device, number] = used[uses, device, number] = place
+        return Buffer(stored, used, tuple(max(map(len, of_array.free_from)) for of_array in placing))
 
     def lines(self) -> list[str]:
         """The table for a person: a row for each device, a column for each tick, e.g. `F3` or `B0.1` (chunk 1)."""

@@ -23,6 +23,7 @@ class Exchange:
     mesh_axes: tuple[str, ...]
     count: float
     num_bytes: float
+    """Those that take no part in a permutation counted as none, on average."""
     seconds: float
     """Of the transfers alone, one after the other."""
     hidden_bytes: float
@@ -59,9 +60,10 @@ class ExchangeReader:
                 is_hidden = between >= seconds
                 entry = found[collective.kind, mesh_axes, is_conditional]
                 entry["count"] += times
-                entry["num_bytes"] += times * collective.num_bytes
+                num_bytes = times * collective.num_bytes * self._sending_share(collective)
+                entry["num_bytes"] += num_bytes
                 entry["seconds"] += times * seconds
-                entry["hidden_bytes"] += times * collective.num_bytes * is_hidden
+                entry["hidden_bytes"] += num_bytes * is_hidden
         exchanges = [
             Exchange(
                 kind=kind,
@@ -88,6 +90,10 @@ class ExchangeReader:
             if len(differing) == sum(size > 1 for size in sizes.values()) or collective.kind != "collective-permute":
                 break
         return tuple(axis for axis in axes.MESH_AXES if axis in differing)
+
+    def _sending_share(self, collective: Collective) -> float:
+        """Of all devices: how many send. Over the borders of a pipeline not all do."""
+        return len(collective.groups) / self.mesh.num_devices if collective.kind == "collective-permute" else 1.0
 
     def transfer_seconds(self, collective: Collective) -> float:
         """By the planner's formulas, over the links that the exchange's devices have."""

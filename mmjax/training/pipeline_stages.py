@@ -56,21 +56,18 @@ class Stages:
         self.layers = stage_layers(model)
         self.last = len(self.layers) - 1
         self.first_layers = np.array([layers.start for layers in self.layers], np.int32)
-        # Sums of finished residual blocks before a stage: those of blocks that began before its first layer.
-        self.num_frozen = [
-            -(-layers.start // block_layers(model)) if model.residual == "attention" else 0 for layers in self.layers
+        # What a stage is given: the running sum, and those of residual blocks that began before its first layer.
+        self.num_arrays = [
+            1 + (-(-layers.start // block_layers(model)) if model.residual == "attention" else 0)
+            for layers in self.layers
         ]
-
-    def needs(self, stage: int, number: int) -> bool:
-        """Whether a stage wants array `number` of a message: the running sum, then the frozen sums in order."""
-        return number <= self.num_frozen[stage]
 
     def message(self, rows: Batch) -> Message:
         """Zeros of the shapes that travel."""
         model = self.model
         streams = (model.hyper_connections.num_streams,) if model.residual == "hyper" else ()
         zeros = jnp.zeros((*rows.tokens.shape, *streams, model.width), model.compute_dtype)
-        return (make_varying(zeros, WORK_AXES),) * (1 + max(self.num_frozen))
+        return (make_varying(zeros, WORK_AXES),) * max(self.num_arrays)
 
     def pattern(self, stage: int) -> tuple:
         """Stages with equal patterns run the same program."""
@@ -84,7 +81,7 @@ class Stages:
         return (
             stage == 0,
             stage == self.last,
-            self.num_frozen[stage],
+            self.num_arrays[stage],
             tuple(slot(layer) for layer in layers),
             tuple((s.kinds, s.num_repeats, block_starts(self.model, s).tobytes()) for s in self._segments(stage)),
         )
@@ -131,7 +128,7 @@ class Stages:
         `first` is what `embed_share` gives of these rows; without it the first stage embeds them itself.
         """
         decoder, additions = model.decoder, None
-        running_sum, *frozen = message[: 1 + self.num_frozen[stage]]
+        running_sum, *frozen = message[: self.num_arrays[stage]]
         if stage == 0:
             embeddings, additions = first or model.with_features(decoder.embed(rows.tokens), rows)
             running_sum = decoder.begin(embeddings)
@@ -181,10 +178,6 @@ class Stages:
     def counts_backward(self, program: int) -> bool:
         """Whether a backward pass counts what it finds; else the forward pass has."""
         return program == self.last
-
-    def cotangent(self, work: Work, output: Message) -> Message:
-        """The gradient of what a stage gives."""
-        return work.cotangent[: len(output)]
 
     def placed(self, work: Work, new: Any, old: Any) -> Any:
         """What a backward pass leaves in the place of what the first stage starts from."""
@@ -339,14 +332,6 @@ class UniformStages(Stages):
             zeros(kept.layers, range(len(self.layers))),
             zeros(kept.running_sum, [self.last]),
             tuple(zeros(leaf, stages) for leaf, stages in zip(kept.sums, with_sum, strict=True)),
-        )
-
-    def cotangent(self, work: Work, output: Message) -> Message:
-        # The last stage gets none, and no stage any of sums that it has not finished.
-        finished = jnp.asarray([*self.num_frozen[1:], -1], jnp.int32)[work.stage]
-        return tuple(
-            jnp.where(finished >= number, leaf, jnp.zeros_like(leaf))
-            for number, leaf in enumerate(work.cotangent[: len(output)])
         )
 
     def placed(self, work: Work, new: Any, old: Any) -> Any:

@@ -149,7 +149,7 @@ def pipeline_gradient(
 
         (output, share), pullback, (report, _) = jax.vjp(objective, used, inputs, has_aux=True)
         one = varying_like(jnp.ones_like(share), share)
-        gradients, (input_cotangent, first_cotangent) = pullback((stages.cotangent(work, output), one))
+        gradients, (input_cotangent, first_cotangent) = pullback((work.cotangent[: len(output)], one))
         if kind is Kind.BACKWARD and stages.counts_backward(number):
             totals = totals.with_found(share, report)
         totals = totals.with_gradients(gradients)
@@ -195,7 +195,7 @@ def pipeline_gradient(
     kept = stages.empty_kept(kept, schedule.slots().kept_of_device)
     totals = _Totals(loss, report, gradients, of_embedded, kept)
     totals = run_schedule(
-        schedule, operations, operation_of, totals, message, stages.needs, runs_again=stages.runs_again
+        schedule, operations, operation_of, totals, message, stages.num_arrays, runs_again=stages.runs_again
     )
     loss, report, gradients, of_embedded, _ = totals
     if embed_backward is not None:
@@ -262,7 +262,7 @@ def pipeline_forward(
     shape = jax.eval_shape(lambda: finish(model, make_varying(hidden, WORK_AXES), _pick(micro_batches, 0)))
     totals = make_varying(jnp.zeros((number, *shape.shape), shape.dtype), WORK_AXES)
     totals = run_schedule(
-        schedule, operations, lambda _, stage: order.index(stages.pattern(stage)), totals, message, stages.needs
+        schedule, operations, lambda _, stage: order.index(stages.pattern(stage)), totals, message, stages.num_arrays
     )
     # Zeros everywhere but on the last stage.
     return lax.psum(totals, PIPE).reshape(rows, *shape.shape[1:])

@@ -72,9 +72,9 @@ def test_a_slot_holds_what_arrived_until_its_last_use(name, chunks, latency):
         for device, (kind, micro_batch, chunk) in enumerate(operations):
             stage = schedule.stage_of(device, chunk)
             if kind is not Kind.IDLE and stage > 0:
-                assert inputs[device, slots.used_input[tick, device]] == (micro_batch, stage)
+                assert inputs[device, int(slots.inputs.used[tick, device, 0])] == (micro_batch, stage)
             if kind in (Kind.BACKWARD, Kind.WEIGHT) and stage < schedule.num_stages - 1:
-                assert cotangents[device, slots.used_cotangent[tick, device]] == (micro_batch, stage)
+                assert cotangents[device, int(slots.cotangents.used[tick, device, 0])] == (micro_batch, stage)
         sent = tick - latency + 1
         if sent < 0:
             continue
@@ -82,12 +82,12 @@ def test_a_slot_holds_what_arrived_until_its_last_use(name, chunks, latency):
             stage = schedule.stage_of(device, chunk)
             if kind is Kind.FORWARD and stage < schedule.num_stages - 1:
                 receiver = (device + 1) % 4
-                inputs[receiver, slots.stored_input[tick, receiver]] = (micro_batch, stage + 1)
+                inputs[receiver, int(slots.inputs.stored[tick, receiver, 0])] = (micro_batch, stage + 1)
             if kind is Kind.BACKWARD and stage > 0:
                 receiver = (device - 1) % 4
-                cotangents[receiver, slots.stored_cotangent[tick, receiver]] = (micro_batch, stage - 1)
-    assert slots.stored_input.max() == slots.num_inputs - 1
-    assert slots.stored_cotangent.max() == slots.num_cotangents - 1
+                cotangents[receiver, int(slots.cotangents.stored[tick, receiver, 0])] = (micro_batch, stage - 1)
+    assert slots.inputs.stored.max() == slots.num_inputs - 1
+    assert slots.cotangents.stored.max() == slots.num_cotangents - 1
 
 
 def test_a_table_with_an_operation_before_its_input_or_twice_is_found():

@@ -1,6 +1,7 @@
 """A pipeline's step: every schedule gives one device's loss, gradients, norm, counts and update."""
 
 import dataclasses
+from collections import Counter
 from functools import cache
 
 import jax
@@ -28,7 +29,7 @@ from mmjax.models.layout import Relayout
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.pipeline_work import schedule_of
 from mmjax.planner.topology import read_cluster
-from mmjax.training.compiled_program import read_program
+from mmjax.training.compiled_program import collective_of, read_program
 from mmjax.training.compiled_step import abstract_batch
 from mmjax.training.evaluation import make_predict
 from mmjax.training.exchanges import ExchangeReader
@@ -79,6 +80,8 @@ PLAIN = ModelConfig(
     parameter_dtype="float64",
     compute_dtype="float64",
 )
+# The same with attention residuals: sums of four blocks are handed on, and none begins where a stage does.
+SUMS = dataclasses.replace(PLAIN, residual="attention", residual_block_layers=2)
 
 
 def run_config(model: ModelConfig, *, lora: LoraConfig | None = None, **training) -> RunConfig:
@@ -182,7 +185,7 @@ def batches(make_batch):
     """8 rows of packed documents of each model; the last four rows are nothing but padding, without pictures."""
     return {
         "k3": make_batch(K3, rows=8, row_tokens=20, row_patches=16, empty_rows=4),
-        "plain": make_batch(PLAIN, rows=8, row_tokens=12, row_patches=0, empty_rows=1),
+        **dict.fromkeys(("plain", "sums"), make_batch(PLAIN, rows=8, row_tokens=12, row_patches=0, empty_rows=1)),
     }
 
 
@@ -192,7 +195,7 @@ def references(batches):
 
     @cache
     def find(name: str, lora: LoraConfig | None):
-        config = run_config({"k3": K3, "plain": PLAIN}[name], lora=lora)
+        config = run_config({"k3": K3, "plain": PLAIN, "sums": SUMS}[name], lora=lora)
         return config, one_step(config, batches[name])
 
     return find
@@ -343,6 +346,44 @@ DIRECT = {"accumulation": 4, "pipeline_transfer": "direct"}
             id="one program, K3, split",
             marks=SLOW,
         ),
+        pytest.param(
+            "sums", (1, 3, 2, 2), MeshConfig(pipe=4, replica=2), {"accumulation": 4}, None, id="sums, 1f1b", marks=SLOW
+        ),
+        pytest.param(
+            "sums",
+            (1, 3, 1, 3),
+            MeshConfig(pipe=2),
+            {"accumulation": 4, "pipeline_schedule": "interleaved", "chunks": 2},
+            None,
+            id="sums, interleaved",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "sums",
+            (1, 2, 1, 1, 1, 2),
+            MeshConfig(pipe=2, fsdp=2),
+            DIRECT | {"pipeline_schedule": "interleaved", "chunks": 3, "layer_loops": "whole", "remat": "layer"},
+            None,
+            id="one program, sums, interleaved",
+        ),
+        pytest.param(
+            "sums",
+            (1,) * 8,
+            MeshConfig(pipe=4),
+            {"accumulation": 8, "pipeline_schedule": "interleaved", "chunks": 2, "layer_loops": "whole"},
+            None,
+            id="one program, sums, interleaved, pipe=4",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "sums",
+            (1, 3, 2, 2),
+            MeshConfig(pipe=4),
+            {"accumulation": 4, "pipeline_schedule": "gpipe", "layer_loops": "whole"},
+            None,
+            id="one program, sums, gpipe",
+            marks=SLOW,
+        ),
     ],
 )
 def test_every_schedule_gives_one_devices_loss_gradients_and_update(
@@ -487,19 +528,45 @@ def test_gradients_of_weights_split_off_leave_their_products_to_their_own_pass()
     assert 1.6 < to_input / forward < 2.1 and 2.5 < to_weights / forward < 3.1
 
 
-def test_sums_of_residual_blocks_travel_only_where_they_are_needed(batches):
-    def sent(transfer: str) -> list:
-        blocks_of_two = run_config(dataclasses.replace(K3, residual_block_layers=2), pipeline_transfer=transfer)
-        config = staged(blocks_of_two, (1, 1, 1, 1), MeshConfig(pipe=4), accumulation=2)
-        with jax.enable_x64(True):
-            _, body = traced(config, batches["k3"])
-        return [e.params["perm"] for e in exchanges(body, "pipe") if e.primitive.name == "ppermute"]
-
-    # The running sum and the embedding everywhere; the sum of layers 0 and 1, frozen on stage 2, to stage 3 alone.
-    there, back = ((0, 1), (1, 2), (2, 3)), ((1, 0), (2, 1), (3, 2))
-    assert sent("direct") == [there, there, ((2, 3),), back, back, ((3, 2),)]
-    # XLA hides one exchange at a time, so all go as one.
-    assert sent("hidden") == [back, there]
+@pytest.mark.parametrize("loops", [pytest.param("blocks", marks=SLOW), "whole"])
+@pytest.mark.parametrize(
+    ("schedule", "stages", "num_crossing"),
+    [
+        # The sums of blocks that begin before layers 1, 4 and 6: one, two and three, and the running sum.
+        ("1f1b", (1, 3, 2, 2), {(0, 1): 2, (1, 2): 3, (2, 3): 4}),
+        # Stages begin with layers 0, 1, 4 and 5. Device 1 gets the first sum of device 0, which has it; then each gets
+        # from the other what that has finished.
+        ("interleaved", (1, 3, 1, 3), {(0, 1): 2, (1, 0): 2}),
+    ],
+)
+def test_sums_of_residual_blocks_cross_a_border_only_if_they_are_new_behind_it(
+    batches, schedule, stages, num_crossing, loops
+):
+    settings = {"pipeline_schedule": schedule, "chunks": 2 if schedule == "interleaved" else 1, "layer_loops": loops}
+    mesh = MeshConfig(pipe=len(stages) // settings["chunks"], replica=2)
+    config = staged(run_config(SUMS, accumulation=4), stages, mesh, **settings)
+    with jax.enable_x64(True):
+        devices = make_mesh(mesh)
+        state = abstract_state(config, devices)
+        batch = jax.eval_shape(lambda: place_batch(batches["sums"], devices))
+        step = jax.jit(make_value_and_gradient(config, devices))
+        text = step.lower(state.parameters, state.router_biases, batch, state.frozen).compile().as_text()
+    program = read_program(text)
+    reader = ExchangeReader(program, mesh, read_cluster("1x8xh200"))
+    crossed = Counter()
+    for computation, times, _ in program.runs():
+        for instruction in computation.instructions:
+            exchange = collective_of(program, computation, instruction)
+            if exchange is not None and exchange.kind == "collective-permute":
+                for sender, receiver in exchange.groups:
+                    crossed[sender // 2, receiver // 2] += int(times * exchange.num_bytes)
+            elif exchange is not None:
+                # Data-parallel sums of gradients, behind the loop.
+                assert times == 1 or "replica" not in reader.mesh_axes(exchange)
+    # Of rows [12 positions, width] of both replicas, in each tick; 1F1B sends in every other one in each direction.
+    num_ticks = len(schedule_of(config).ticks) // (2 if schedule == "1f1b" else 1)
+    there = {border: number * num_ticks * 2 * 12 * SUMS.width * 8 for border, number in num_crossing.items()}
+    assert crossed == Counter(there) + Counter({(b, a): number for (a, b), number in there.items()})
 
 
 def test_a_pipeline_predicts_one_devices_tokens(batches):
