@@ -21,7 +21,7 @@ from mmjax.errors import CheckpointError, ConfigurationError
 from mmjax.models.families import family_of
 from mmjax.models.families.released import ReleasedTensor
 from mmjax.models.layout import Relayout, without_pipeline
-from mmjax.models.lora import Projection, change_at, define_adapted, match, scale_of
+from mmjax.models.lora import Projection, define_adapted, match, merge_part
 from mmjax.models.multimodal import ModelDefinition, define
 
 
@@ -169,10 +169,7 @@ def merged_arrays(config: RunConfig, step: Path) -> tuple[Callable[[str, tuple[i
             weight = MXFP4.decode({"weight_packed": codes, "weight_scale": scales}).swapaxes(-1, -2)
         else:
             weight = base.read(path, index)
-        if path not in matched:
-            return weight
-        change = change_at(matched[path], factors, index) * scale_of(config.lora)
-        return (weight.astype(change.dtype) + change.reshape(weight.shape)).astype(weight.dtype)
+        return merge_part(weight, matched[path], config.lora, factors, index) if path in matched else weight
 
     return read, paths
 

@@ -261,8 +261,7 @@ def merge(
     """The arrays of the model without adapters whose outputs are the same: W + scale * A B for each adapted weight.
 
     `factors` and `base` hold the arrays of `define_adapted` by path (NumPy or JAX); what changes comes back as NumPy.
-    Sums are made in the factors' dtype and rounded once to that of the base. Packed experts come back unpacked, in the
-    parameter dtype: what is returned is a model of dense experts.
+    Packed experts come back unpacked, in the parameter dtype: what is returned is a model of dense experts.
     """
     merged = {path: array for path, array in base.items() if not path.endswith(("_codes", "_scales"))}
     for path in base:
@@ -271,17 +270,20 @@ def merge(
             packed: PackedWeight = {"codes": jnp.asarray(base[path]), "scales": jnp.asarray(base[f"{name}_scales"])}
             merged[name] = jnp.swapaxes(dequantize(packed, model.parameter_dtype), -1, -2)
     for projection in matched:
-        path = projection.path
-        weight = np.asarray(merged[path])
-        change = change_at(projection, factors, ()).reshape(weight.shape) * scale_of(lora)
-        merged[path] = (weight.astype(change.dtype) + change).astype(weight.dtype)
+        merged[projection.path] = merge_part(np.asarray(merged[projection.path]), projection, lora, factors)
     return merged
 
 
-def change_at(projection: Projection, factors: Mapping[str, Any], index: tuple[int, ...]) -> np.ndarray:
-    """A B, unscaled, of the part of an adapted weight at `index` of its leading axes, on the host.
+def merge_part(
+    weight: np.ndarray,
+    projection: Projection,
+    lora: LoraConfig,
+    factors: Mapping[str, Any],
+    index: tuple[int, ...] = (),
+) -> np.ndarray:
+    """`weight`, the part of an adapted one at `index` of its leading axes, + scale * A B, on the host.
 
-    [..., inputs, outputs], each as one axis, in the dtype of the factors.
+    The sum is made in the factors' dtype and rounded once to that of the weight.
     """
     down, up = (np.asarray(factors[f"{projection.path}.{name}"]) for name in (DOWN, UP))
     is_shared = down.ndim < projection.num_leading + projection.num_inputs + 1
@@ -291,4 +293,5 @@ def change_at(projection: Projection, factors: Mapping[str, Any], index: tuple[i
         # One A for all experts, whose axis is the last of those that are left.
         down = np.expand_dims(down, leading - 1)
     down = down.reshape(*down.shape[:leading], -1, down.shape[-1])
-    return np.matmul(down, up.reshape(*up.shape[: leading + 1], -1))
+    change = np.matmul(down, up.reshape(*up.shape[: leading + 1], -1)) * scale_of(lora)
+    return (weight.astype(change.dtype) + change.reshape(weight.shape)).astype(weight.dtype)
