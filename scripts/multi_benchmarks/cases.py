@@ -126,15 +126,11 @@ def _variants(model: str, mesh: str, number: int) -> list[Case]:
     ways = transports(number)
     changes = [("transports", name, {"moe": ways[name]}) for name in ("ring", "two chunks") if name in ways]
     if number > 1:
+        changes.append(("scheduler", "8 channels", {"compiler": dict.fromkeys(channels, 8)}))
+    if number > 1 and model == "kimi_linear":
         changes += [
             ("offload", "experts kept", {"model": kept}),
             ("transports", "experts kept, ring", {"model": kept, "moe": ways["ring"]}),
-            (
-                "scheduler",
-                "experts kept, two chunks, level O1",
-                {"model": kept, "moe": chunks, "optimization_level": "O1"},
-            ),
-            ("scheduler", "8 channels", {"compiler": dict.fromkeys(channels, 8)}),
         ]
     if model == "k3_slice":
         changes += [("transports", name, {"moe": ways[name]}) for name in ("by node", "ragged") if name in ways]
@@ -144,10 +140,12 @@ def _variants(model: str, mesh: str, number: int) -> list[Case]:
             ("scheduler", "4 exchanges at once", {"training": {"exchanges_at_once": 4}}),
             ("scheduler", "10 exchanges at once", {"training": {"exchanges_at_once": 10}}),
             ("scheduler", "two chunks, 10 at once", {"moe": chunks, "training": {"exchanges_at_once": 10}}),
+            ("scheduler", "two chunks, level O1", {"moe": chunks, "optimization_level": "O1"}),
         ] * (number > 1)
         changes += [
             ("offload", "attention on the host", {"model": {"remat_offload": ("attention",)}}),
-            ("offload", "attention kept", {"model": {"remat_keep": ("attention",)}}),
+            ("offload", "attention kept", {"model": {"remat_keep": ("attention", "experts")}}),
+            ("offload", "nothing kept", {"model": {"remat_keep": ()}}),
         ]
     base = f"{model} {mesh or 'one GPU'}"
     return [
