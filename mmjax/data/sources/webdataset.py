@@ -3,11 +3,12 @@
 Members of one name up to its first dot are one sample: `cat.json` a record as in a JSONL, `cat.txt` instead of it a
 caption to be learned, `cat.png` or `cat.0.jpg`, `cat.1.jpg` its pictures, `cat.wav` a sound, `cat.npy` a signal. The
 record names media by what follows the first dot ("0.jpg") or whole; one that names none of a kind takes them in the
-order of their names.
+order of their names, in which "2.jpg" stands before "10.jpg".
 """
 
 import functools
 import json
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -47,7 +48,7 @@ class WebDataset:
         name, members = self._samples[index]
         where = f"{self._file.path}, sample {name!r}"
         media = {
-            key: sorted(ending for ending in members if ending.rsplit(".", 1)[-1] in endings)
+            key: sorted((ending for ending in members if ending.rsplit(".", 1)[-1] in endings), key=_by_number)
             for key, endings in ENDINGS.items()
         }
         if "json" not in members:
@@ -159,6 +160,11 @@ class WebDataset:
 
     def _refusal(self, where: str, found: str, remedy: str) -> DataError:
         return DataError(f"{self._file.path}{where}", found=found, expected="a tar of samples", remedy=remedy)
+
+
+def _by_number(ending: str) -> list[str | int]:
+    """Numbers in it compare as such."""
+    return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", ending))]
 
 
 def _named_in_parts(record: dict[str, Any]) -> set[str]:

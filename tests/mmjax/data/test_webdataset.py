@@ -75,6 +75,15 @@ def test_a_record_names_its_pictures_by_ending_or_whole(tmp_path):
             file[0]
 
 
+def test_more_than_ten_pictures_stand_in_the_order_of_their_numbers(tmp_path):
+    members = [("x.json", question("<image>" * 12))] + [(f"x.{n}.png", png(n)) for n in reversed(range(12))]
+    members += [("y.txt", b"two")] + [(f"y.page{n}.png", png(n)) for n in (10, 9)]
+    file = open_tar(write(tmp_path / "a.tar", members))
+    for number, expected in ((0, list(range(12))), (1, [9, 10])):
+        found = [images.read_pixels(p, max_pixels=100, channels=1)[0, 0, 0] for p in file[number].pictures]
+        assert found == expected
+
+
 def test_a_record_names_its_pictures_in_the_parts_of_a_message(tmp_path):
     named = [{"type": "image", "image": "1.png"}, {"type": "image_url", "image_url": {"url": "x.0.png"}}]
     for parts, colours in ((named, [2, 1]), ([{"type": "image", "path": None}] * 2, [1, 2])):
