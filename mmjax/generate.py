@@ -51,7 +51,8 @@ class Command:
     messages: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """A JSONL of conversations, as for training; a last answer of a record is left out, and given anew."""
     image: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATH")] = ()
-    """A picture in front of the prompt; may be given several times."""
+    """A picture in front of the prompt; may be given several times. A converted checkpoint sees at most 4096 patches of
+    each, whatever its release allows; larger ones are scaled down."""
     system: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
     """A system message before the prompt."""
     style: Literal["chat", "text"] = "chat"
