@@ -28,7 +28,8 @@ class Sizes(NamedTuple):
     supervised: int
     """Targets that count in the loss."""
     squared_patches: int
-    """Sum over its pictures, or their tiles, of their patches squared, which attention within them costs."""
+    """Sum over its pictures of their patches squared, which attention within pictures costs (not within tiles, whose
+    size is the tower's)."""
     clips: int = 0
     """Of its sounds."""
 
@@ -125,7 +126,7 @@ class Document:
             len(self.tokens),
             self.num_patches,
             int(self.is_supervised[1:].sum()),
-            sum(placed.layout.squared_patches for placed in self.pictures),
+            sum(placed.num_patches**2 for placed in self.pictures),
             self.num_clips,
         )
 

@@ -55,11 +55,6 @@ class PictureLayout:
     def num_patches(self) -> int:
         return len(self.segment)
 
-    @property
-    def squared_patches(self) -> int:
-        """Sum over its tiles of their patches squared: of the patches that attend to each other."""
-        return int(np.sum(np.bincount(self.segment) ** 2))
-
 
 def lay_out(height: int, width: int, vision: VisionConfig, max_patches: int) -> PictureLayout:
     """The layout of a picture of `height` x `width` pixels.
