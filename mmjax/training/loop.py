@@ -417,9 +417,12 @@ def open_evaluator(config: RunConfig, mesh: Mesh) -> Evaluator | None:
     """None where nothing is held out."""
     if not has_held_out(config.data):
         return None
-    return Evaluator(
-        config, Loader(config.data, config.model.vision, config.seed, "held_out", model=config.model), mesh
-    )
+    loader = Loader(config.data, config.model.vision, config.seed, "held_out", model=config.model)
+    evaluator = Evaluator(config, loader, mesh)
+    # With other questions, or pictures that one cannot read, processes would wait for each other for ever.
+    seen = json.dumps([loader.fingerprint(), loader.num_left_out], sort_keys=True)
+    check_same("held-out data", seen, "give all hosts the same files")
+    return evaluator
 
 
 class HeldOut:

@@ -40,7 +40,7 @@ class Line:
     """A line to be fitted, in place of the data; `before(step)` is called before a batch is given out."""
 
     before: Callable[[int], Any] = staticmethod(lambda step: None)
-    seed = 0
+    seed = num_left_out = 0
     tokenizer = SimpleNamespace(vocabulary_size=1)
 
     def __init__(self, *_: object, **__: object):
@@ -235,6 +235,16 @@ def test_a_run_can_be_evaluated_before_its_first_step_and_after_any(tmp_path: Pa
     monkeypatch.setattr(loop, "open_evaluator", lambda *_: None)
     with pytest.raises(ConfigurationError, match="eval_source"):
         evaluate()
+
+
+def test_processes_with_other_held_out_questions_are_refused(tmp_path: Path, monkeypatch) -> None:
+    compared = []
+    monkeypatch.setattr(loop, "Evaluator", lambda *_: None)
+    monkeypatch.setattr(loop, "check_same", lambda what, text, _: compared.append((what, text)))
+    for name, value in (("seed", 0), ("seed", 1), ("num_left_out", 1)):
+        monkeypatch.setattr(Line, name, value)
+        loop.open_evaluator(RunConfig(), _mesh())
+    assert {what for what, _ in compared} == {"held-out data"} and len({text for _, text in compared}) == 3
 
 
 def test_scores_that_a_crashed_start_left_of_later_steps_count_in_no_process(tmp_path: Path) -> None:
