@@ -243,16 +243,18 @@ class ResidualMix(nnx.Module):
         if num_finished is not None:
             number = jnp.arange(len(frozen), dtype=num_finished.dtype)
             is_live = jnp.append(number < num_finished, jnp.asarray(is_live))
-        is_scale = isinstance(norm_of_mix, nnx.Variable) and self.model.norm_scale == "plain"
+        scale = None
+        if isinstance(norm_of_mix, nnx.Variable) and self.model.norm_scale == "plain":
+            scale = use(norm_of_mix, wide)
         mix = attention_residual(
             (*frozen, running_sum) if is_live is not False else frozen,
             use(self.norm, wide),
             use(self.query, wide),
             epsilon=self.model.norm_epsilon,
             is_live=is_live if isinstance(is_live, jax.Array) else None,
-            output_scale=use(norm_of_mix, wide) if is_scale else None,
+            output_scale=scale,
         )
-        return mix if is_scale else scaled_norm(mix, norm_of_mix, self.model)
+        return scaled_norm(mix, norm_of_mix, self.model) if scale is None else mix
 
 
 class LayerPattern(nnx.Module):

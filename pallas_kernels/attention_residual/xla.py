@@ -12,6 +12,7 @@ def mix(
     norm_scale: jax.Array,
     query: jax.Array,
     is_live: jax.Array | None,
+    output_scale: jax.Array | None,
     epsilon: float,
 ) -> jax.Array:
     """See `api.attention_residual`. Autodiff alone would keep a float32 copy of every source for every mix."""
@@ -33,4 +34,11 @@ def mix(
         parts = [share[..., None] * source.astype(wide) for share, source in zip(shares, sources, strict=True)]
         return reduce(jnp.add, parts).astype(sources[0].dtype)
 
-    return run(sources, norm_scale, query)
+    mixed = run(sources, norm_scale, query)
+    return mixed if output_scale is None else _rms_norm(mixed, output_scale, epsilon)
+
+
+def _rms_norm(inputs: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    wide = inputs.astype(np.promote_types(inputs.dtype, np.float32))
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    return normed.astype(inputs.dtype) * jnp.broadcast_to(scale, inputs.shape).astype(inputs.dtype)

@@ -14,6 +14,7 @@ CASES = {  # head's gradient or None if it is frozen, dtype in which logits are 
     "trained, float32 gradient, bfloat16 logits": (jnp.float32, jnp.bfloat16, 2048),
     "trained, float32 gradient, float32 logits": (jnp.float32, jnp.float32, 1024),
     "trained, bfloat16 gradient, bfloat16 logits": (jnp.bfloat16, jnp.bfloat16, 512),
+    "trained, bfloat16 gradient and logits, larger chunks": (jnp.bfloat16, jnp.bfloat16, 4096),
     "frozen, bfloat16 logits": (None, jnp.bfloat16, 2048),
     "frozen, float32 logits": (None, jnp.float32, 1024),
 }

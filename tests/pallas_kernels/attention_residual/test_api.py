@@ -57,6 +57,26 @@ def test_values_and_gradients_equal_the_closed_form():
         assert_equal_closed_form(jax.jit(mix_and_gradients)(*arrays), arrays)
 
 
+def test_with_a_scale_the_mix_is_normalised_in_values_and_gradients():
+    with jax.enable_x64(True):
+        sources, norm_scale, query, cotangent = map(jnp.asarray, arguments())
+        scale = jnp.asarray(np.random.default_rng(1).normal(size=query.shape))
+
+        def normed(sources, norm_scale, query, scale):
+            mix = attention_residual(tuple(sources), norm_scale, query, epsilon=EPSILON)
+            return mix / jnp.sqrt(jnp.mean(mix**2, axis=-1, keepdims=True) + EPSILON) * scale[None, None, :]
+
+        def together(sources, norm_scale, query, scale):
+            return attention_residual(tuple(sources), norm_scale, query, epsilon=EPSILON, output_scale=scale)
+
+        results = []
+        for function in (normed, together):
+            result, pull = jax.vjp(function, sources, norm_scale, query, scale)
+            results.append((result, *pull(cotangent)))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-13 * np.abs(other).max())
+
+
 def test_a_zero_query_gives_the_plain_mean():
     sources, norm_scale, query, _ = map(jnp.asarray, arguments())
     mixed = attention_residual(tuple(sources), norm_scale, 0 * query, epsilon=EPSILON)
