@@ -66,10 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(tyro.cli(Command, args=arguments, prog="python -m mmjax.convert"))
     except MmjaxError as error:
-        lines = {"found": error.found, "expected": error.expected, "to do": error.remedy}
-        print(
-            f"error: {error.where}", *(f"  {name:9} {text}" for name, text in lines.items()), sep="\n", file=sys.stderr
-        )
+        print(error.lines(), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped; nothing is left behind, the same command starts over", file=sys.stderr)

@@ -14,6 +14,11 @@ class MmjaxError(Exception):
         self.where, self.found, self.expected, self.remedy = where, found, expected, remedy
         super().__init__(f"{where}: found {found}; expected {expected}; {remedy}")
 
+    def lines(self) -> str:
+        """What a command ends with."""
+        lines = {"found": self.found, "expected": self.expected, "to do": self.remedy}
+        return "\n".join([f"error: {self.where}", *(f"  {name:9} {text}" for name, text in lines.items())])
+
 
 class ConfigurationError(MmjaxError):
     """A setting, a configuration file or the command line is wrong."""

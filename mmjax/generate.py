@@ -409,8 +409,7 @@ def _print_error(error: MmjaxError) -> None:
         for fault in error.faults:
             print(f"  {fault.path}: {fault.found}; {fault.remedy}", file=sys.stderr)
         return
-    lines = {"found": error.found, "expected": error.expected, "to do": error.remedy}
-    print(f"error: {error.where}", *(f"  {name:9} {text}" for name, text in lines.items()), sep="\n", file=sys.stderr)
+    print(error.lines(), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -85,10 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigurationFaults("settings", faults)
         show(command, Console())
     except MmjaxError as error:
-        lines = {"found": error.found, "expected": error.expected, "to do": error.remedy}
-        print(
-            f"error: {error.where}", *(f"  {name:9} {text}" for name, text in lines.items()), sep="\n", file=sys.stderr
-        )
+        print(error.lines(), file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -165,9 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return print_schedule(tyro.cli(ScheduleCommand, args=arguments[1:], prog="python -m mmjax.plan schedule"))
         return run(tyro.cli(Command, args=arguments, prog="python -m mmjax.plan"))
     except MmjaxError as error:
-        lines = {"found": error.found, "expected": error.expected, "to do": error.remedy}
-        text = [f"error: {error.where}", *(f"  {name:9} {line}" for name, line in lines.items())]
-        print(*text, sep="\n", file=sys.stderr)
+        print(error.lines(), file=sys.stderr)
         return error.exit_code
 
 

@@ -344,8 +344,7 @@ def _print_error(error: MmjaxError) -> None:
     if isinstance(error, ConfigurationFaults):
         _print_faults(error)
         return
-    lines = {"found": error.found, "expected": error.expected, "to do": error.remedy}
-    print(f"error: {error.where}", *(f"  {name:9} {text}" for name, text in lines.items()), sep="\n", file=sys.stderr)
+    print(error.lines(), file=sys.stderr)
 
 
 def _print_faults(error: ConfigurationFaults) -> None:
