@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mmjax.config import ModelConfig
 from mmjax.errors import ConfigurationError
@@ -73,6 +74,7 @@ def test_norms_in_half_precision_round_once(one_device):
     expected = theirs(torch.tensor(inputs).bfloat16()).float().detach().numpy()
     model = ModelConfig(norm_scale="zero_centred", norm_epsilon=1e-6)
     scale = norm_weight(model, 96)
+    assert isinstance(scale, nnx.Variable)
 
     def norm(inputs, weight):
         return scaled_norm(inputs, scale.replace(weight), model).astype(jnp.float32)
