@@ -96,7 +96,8 @@ class Instruction:
     @property
     def runs(self) -> float:
         """How often a loop's body runs each time that it is reached: a condition's as often as its name says."""
-        found = re.search(r"\bruns_(\d+)_of_(\d+)/while$", self.operation)
+        # Differentiated it is called `jvp(runs_1_of_2)/while`.
+        found = re.search(r"\bruns_(\d+)_of_(\d+)\)*/while$", self.operation)
         return int(found.group(1)) / int(found.group(2)) if found else self.trip_count
 
 

@@ -6,7 +6,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmjax.config import MeshConfig
-from mmjax.parallel.conditions import run_once
+from mmjax.parallel.conditions import add_rounds, run_once
 from mmjax.parallel.mesh import make_mesh
 from mmjax.planner.topology import read_cluster
 from mmjax.training.compiled_program import collective_of, read_program
@@ -225,3 +225,17 @@ def test_a_compiled_condition_keeps_the_name_that_says_how_often_it_runs():
     # Two products of 8 x 8 matrices, in a loop of six turns.
     assert program.flops() == 2 * 2 * 8**3
     assert {instruction.runs for c, *_ in program.runs() for instruction in c.instructions} == {1, 2 / 6, 6}
+
+
+def test_rounds_that_hardly_ever_run_are_known_as_such_forward_and_backward():
+    def run_round(number: jax.Array, weight: jax.Array, _) -> jax.Array:
+        return jnp.tanh(weight) * number.astype(weight.dtype)
+
+    @jax.jit
+    def differentiate(start: jax.Array, weight: jax.Array, num_rounds: jax.Array):
+        total, pullback = jax.vjp(lambda *given: add_rounds(given[0], run_round, num_rounds, given[1]), start, weight)
+        return total, pullback(total)
+
+    program = read_program(differentiate.lower(jnp.ones(8), jnp.ones(8), jnp.int32(1)).compile().as_text())
+    loops = [i for c in program.computations.values() for i in c.instructions if i.opcode == "while"]
+    assert [loop.runs for loop in loops] == [0, 0]
