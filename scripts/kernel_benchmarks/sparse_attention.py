@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.sparse_attention.api import indexer_loss, select_keys, selected_attention
+from pallas_kernels.sparse_attention.hopper_backward import backward
 
 WIDTH, VALUES, SELECTED, INDEX_WIDTH = 576, 512, 2048, 128
 SCALE = 192**-0.5
@@ -50,8 +51,9 @@ def attention_step(query, latent, indices, gradient, *, is_deterministic=False):
     return result, pull(gradient)
 
 
-def select(index_query, index_key, weight, segments, *, implementation="pallas"):
-    return select_keys(index_query, index_key, weight, segments, top_k=SELECTED, implementation=implementation)
+def select(index_query, index_key, weight, segments, *, implementation="pallas", **options):
+    options |= {"top_k": SELECTED, "implementation": implementation}
+    return select_keys(index_query, index_key, weight, segments, **options)
 
 
 def layer_step(query, latent, index_query, index_key, weight, segments, gradient, *, implementation="pallas"):
@@ -70,10 +72,10 @@ def layer_step(query, latent, index_query, index_key, weight, segments, gradient
     return result, pull((gradient, jnp.ones_like(result[1])))
 
 
-def loss_step(query, latent, index_query, index_key, weight, segments, indices, sums):
+def loss_step(query, latent, index_query, index_key, weight, segments, indices, sums, *, is_deterministic=False):
     def run(index_query, index_key, weight):
         key = latent[:, :, None]
-        options = {"scale": SCALE, "implementation": "pallas"}
+        options = {"scale": SCALE, "is_deterministic": is_deterministic, "implementation": "pallas"}
         index = index_query, index_key, weight
         return indexer_loss(*index, query, key, segments, indices, None, sums, **options).sum()
 
@@ -117,93 +119,108 @@ def check(num_heads):
     assert max(errors) < 6e-3
 
 
+def attention_arrays(tokens, num_heads):
+    query, latent = normal(1, 1, tokens, num_heads, WIDTH), normal(2, 1, tokens, WIDTH)
+    return query, latent, draw_indices(tokens, tokens), normal(3, 1, tokens, num_heads, VALUES)
+
+
+def gradient_arrays(tokens, num_heads, is_random=False):
+    """As the kernel of gradients takes them; keys drawn at random from the whole row, or as `draw_indices` does."""
+    query, latent, indices, gradient = (array[0] for array in attention_arrays(tokens, num_heads))
+    if is_random:
+        indices = jax.random.randint(jax.random.key(8), indices.shape, 0, tokens, jnp.int32)
+    sums = jnp.full((tokens, -(-num_heads // 64) * 64), 30.0)
+    return query, latent, indices, sums, gradient, jnp.zeros_like(sums)
+
+
+def index_arrays(tokens, index_heads):
+    arrays = normal(4, 1, tokens, index_heads, INDEX_WIDTH), normal(5, 1, tokens, INDEX_WIDTH)
+    return *arrays, normal(6, 1, tokens, index_heads, dtype=jnp.float32), jnp.ones((1, tokens), jnp.int32)
+
+
+def layer_arrays(tokens, num_heads, index_heads):
+    query, latent, _, gradient = attention_arrays(tokens, num_heads)
+    return query, latent, *index_arrays(tokens, index_heads), gradient
+
+
+def loss_arrays(tokens, num_heads, index_heads):
+    *arrays, _ = layer_arrays(tokens, num_heads, index_heads)
+    return *arrays, draw_indices(tokens, tokens), jnp.full((1, tokens, num_heads), 20.0)
+
+
+def dense_arrays(tokens):
+    """Keys and values of all heads of Kimi K3's full attention, as many as in the layer's cases."""
+    query, key = normal(1, 1, tokens, 64, 192), normal(2, 1, tokens, 64, 192)
+    return query, key, normal(3, 1, tokens, 64, 128), normal(7, 1, tokens, 64, 128)
+
+
+def million_arrays():
+    tokens, num_keys, index_heads = 1024, 2**20, 32
+    index = normal(4, 1, tokens, index_heads, INDEX_WIDTH), normal(5, 1, num_keys, INDEX_WIDTH)
+    weight, segments = normal(6, 1, tokens, index_heads, dtype=jnp.float32), jnp.ones((1, num_keys), jnp.int32)
+    return normal(1, 1, tokens, 64, WIDTH), normal(2, 1, num_keys, WIDTH), *index, weight, segments
+
+
+def million(query, latent, index_query, index_key, weight, segments):
+    """Selection and attention forward of the last queries of a row."""
+    positions = jnp.arange(segments.shape[1] - query.shape[1], segments.shape[1], dtype=jnp.int32)
+    index = index_query, index_key, weight
+    return attend(query, latent, select_keys(*index, segments, positions, top_k=SELECTED, implementation="pallas"))
+
+
+def cases():
+    """(name, function, what draws its arguments, floating-point operations of products) of each case."""
+    step_flops, gradient_flops = 4 * WIDTH + 3 * VALUES, 3 * WIDTH + 2 * VALUES
+    for index_heads in (64, 32):
+        flops = 2 * num_pairs(32768) * index_heads * INDEX_WIDTH
+        for score_dtype in ("own", "float8_e4m3fn"):
+            run = partial(select, score_dtype=score_dtype)
+            yield f"select {score_dtype} T32768 J{index_heads}", run, partial(index_arrays, 32768, index_heads), flops
+    for num_heads in (64, 96):
+        flops = 2 * num_pairs(32768, SELECTED) * num_heads * (WIDTH + VALUES)
+
+        def forward(query, latent, indices, _):
+            return attend(query, latent, indices)
+
+        yield f"forward T32768 H{num_heads}", forward, partial(attention_arrays, 32768, num_heads), flops
+    for tokens, num_heads, is_random in ((8192, 64, False), (8192, 64, True), (32768, 64, False), (32768, 96, False)):
+        pairs = tokens * SELECTED if is_random else num_pairs(tokens, SELECTED)
+        name = f"gradients T{tokens} H{num_heads}{' random keys' if is_random else ''}"
+        arrays = partial(gradient_arrays, tokens, num_heads, is_random)
+        yield name, partial(backward, scale=SCALE), arrays, 2 * pairs * num_heads * gradient_flops
+    for tokens, num_heads, mode in ((8192, 64, ""), (8192, 64, " deterministic"), (32768, 64, ""), (32768, 96, "")):
+        step = partial(attention_step, is_deterministic=bool(mode))
+        flops = 2 * num_pairs(tokens, SELECTED) * num_heads * step_flops
+        yield f"step{mode} T{tokens} H{num_heads}", step, partial(attention_arrays, tokens, num_heads), flops
+    for tokens, mode in ((8192, ""), (8192, " deterministic"), (32768, "")):
+        step = partial(loss_step, is_deterministic=bool(mode))
+        yield f"loss step{mode} T{tokens} H64 J64", step, partial(loss_arrays, tokens, 64, 64), 0
+    for tokens, implementation in ((8192, "pallas"), (8192, "xla"), *[(2**n, "pallas") for n in range(14, 18)]):
+        selected = num_pairs(tokens, SELECTED)
+        of_index = (num_pairs(tokens) + 3 * selected) * 64 * INDEX_WIDTH
+        flops = 2 * (of_index + selected * 64 * (5 * WIDTH + 3 * VALUES))
+        step = partial(layer_step, implementation=implementation)
+        yield f"layer step {implementation} T{tokens} H64 J64", step, partial(layer_arrays, tokens, 64, 64), flops
+    for tokens in (8192, 16384, 32768, 65536, 131072):
+        flops = 2 * num_pairs(tokens) * 64 * (4 * 192 + 3 * 128)
+        yield f"dense step cuDNN T{tokens} H64", dense_step, partial(dense_arrays, tokens), flops
+    flops = 2 * 1024 * (2**20 * 32 * INDEX_WIDTH + SELECTED * 64 * (WIDTH + VALUES))
+    yield "million keys, 1024 queries, forward", million, million_arrays, flops
+
+
 def run(only, median_seconds, report):
-    cases = []
-
-    def measure(case, function, draw_arrays, flops, num_bytes=0):
-        if only in case:
-            cases.append((case, function, draw_arrays, flops, num_bytes))
-
     if not only:
         check(64)
         check(96)
-
-    def attention_arrays(tokens, num_heads, with_gradient=False):
-        arrays = normal(1, 1, tokens, num_heads, WIDTH), normal(2, 1, tokens, WIDTH), draw_indices(tokens, tokens)
-        return (*arrays, normal(3, 1, tokens, num_heads, VALUES)) if with_gradient else arrays
-
-    def index_arrays(tokens, index_heads):
-        arrays = normal(4, 1, tokens, index_heads, INDEX_WIDTH), normal(5, 1, tokens, INDEX_WIDTH)
-        return *arrays, normal(6, 1, tokens, index_heads, dtype=jnp.float32), jnp.ones((1, tokens), jnp.int32)
-
-    for index_heads in (64, 32):
-        flops = 2 * num_pairs(32768) * index_heads * INDEX_WIDTH
-        measure(f"select T32768 J{index_heads}", select, partial(index_arrays, 32768, index_heads), flops)
-    for num_heads in (64, 96):
-        flops = 2 * num_pairs(32768, SELECTED) * num_heads * (WIDTH + VALUES)
-        measure(f"forward T32768 H{num_heads}", attend, partial(attention_arrays, 32768, num_heads), flops)
-    for tokens, num_heads, mode in ((8192, 64, ""), (8192, 64, " deterministic"), (32768, 64, ""), (32768, 96, "")):
-        flops = 2 * num_pairs(tokens, SELECTED) * num_heads * (4 * WIDTH + 3 * VALUES)
-        step = partial(attention_step, is_deterministic=bool(mode))
-        arrays = partial(attention_arrays, tokens, num_heads, True)
-        measure(f"step{mode} T{tokens} H{num_heads}", step, arrays, flops)
-
-    def layer_arrays(tokens, num_heads, index_heads):
-        query, latent, _, gradient = attention_arrays(tokens, num_heads, True)
-        return query, latent, *index_arrays(tokens, index_heads), gradient
-
-    def loss_arrays(tokens, num_heads, index_heads):
-        *arrays, _ = layer_arrays(tokens, num_heads, index_heads)
-        return *arrays, draw_indices(tokens, tokens), jnp.full((1, tokens, num_heads), 20.0)
-
-    def layer_flops(tokens, num_heads, index_heads):
-        selected = num_pairs(tokens, SELECTED)
-        of_index = num_pairs(tokens) * index_heads + 3 * selected * index_heads
-        return 2 * (of_index * INDEX_WIDTH + selected * num_heads * (5 * WIDTH + 3 * VALUES))
-
-    measure("loss step T32768 H64 J64", loss_step, partial(loss_arrays, 32768, 64, 64), 0)
-    for tokens, implementation in ((8192, "pallas"), (8192, "xla"), (32768, "pallas"), (131072, "pallas")):
-        step = partial(layer_step, implementation=implementation)
-        arrays, flops = partial(layer_arrays, tokens, 64, 64), layer_flops(tokens, 64, 64)
-        measure(f"layer step {implementation} T{tokens} H64 J64", step, arrays, flops)
-
-    def dense_arrays(tokens):
-        """Keys and values of all heads of Kimi K3's full attention, as many as in the layer's cases."""
-        query, key = normal(1, 1, tokens, 64, 192), normal(2, 1, tokens, 64, 192)
-        return query, key, normal(3, 1, tokens, 64, 128), normal(7, 1, tokens, 64, 128)
-
-    for tokens in (8192, 16384, 32768, 65536, 131072):
-        flops = 2 * num_pairs(tokens) * 64 * (4 * 192 + 3 * 128)
-        measure(f"dense step cuDNN T{tokens} H64", dense_step, partial(dense_arrays, tokens), flops)
-    add_million(measure)
+    wanted = [case for case in cases() if only in case[0]]
     # Compiling takes longer than running: several at a time.
     with ThreadPoolExecutor(8) as pool:
-        programs = [pool.submit(compile_case, function, draw_arrays) for _, function, draw_arrays, *_ in cases]
-        for (case, _, draw_arrays, *limits), program in zip(cases, programs, strict=True):
+        programs = [pool.submit(compile_case, function, draw_arrays) for _, function, draw_arrays, _ in wanted]
+        for (name, _, draw_arrays, flops), program in zip(wanted, programs, strict=True):
             compiled, arrays = program.result(), draw_arrays()
-            is_long = limits[0] > 1e14
-            rounds = {"repeats": 2, "calls": 1} if is_long else {"calls": 3}
-            report(case, median_seconds(compiled, *arrays, **rounds), *limits, compiled)
+            rounds = {"repeats": 2, "calls": 1} if flops > 1e14 else {"calls": 3}
+            report(name, median_seconds(compiled, *arrays, **rounds), flops, 0, compiled)
 
 
 def compile_case(function, draw_arrays):
     return jax.jit(function).lower(*jax.eval_shape(draw_arrays)).compile()
-
-
-def add_million(measure):
-    """The last 1,024 queries of 1,048,576 keys: selection and attention forward."""
-    tokens, num_keys, index_heads = 1024, 2**20, 32
-    positions = jnp.arange(num_keys - tokens, num_keys, dtype=jnp.int32)
-
-    def forward(query, latent, index_query, index_key, weight, segments):
-        index = index_query, index_key, weight
-        indices = select_keys(*index, segments, positions, top_k=SELECTED, implementation="pallas")
-        return attend(query, latent, indices)
-
-    def arrays():
-        index = normal(4, 1, tokens, index_heads, INDEX_WIDTH), normal(5, 1, num_keys, INDEX_WIDTH)
-        weight, segments = normal(6, 1, tokens, index_heads, dtype=jnp.float32), jnp.ones((1, num_keys), jnp.int32)
-        return normal(1, 1, tokens, 64, WIDTH), normal(2, 1, num_keys, WIDTH), *index, weight, segments
-
-    flops = 2 * tokens * num_keys * index_heads * INDEX_WIDTH + 2 * tokens * SELECTED * 64 * (WIDTH + VALUES)
-    measure("million keys, 1024 queries, forward", forward, arrays, flops)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import launcher
-from pallas_kernels.sparse_attention import hopper
+from pallas_kernels.sparse_attention import hopper, reference
 from pallas_kernels.sparse_attention.api import indexer_loss, select_keys, selected_attention
 
 SCALE = 0.07
@@ -150,8 +150,6 @@ def test_the_interpreted_loss_and_its_gradients_are_near_float64(monkeypatch, mo
 
 
 def _probabilities(query, latent, indices, sums, *, scale):
-    from pallas_kernels.sparse_attention import reference
-
     mask = reference.selection_mask(indices[None], latent.shape[0])
     probabilities = reference.probabilities(query[None], latent[None, :, None], mask, scale).sum(axis=(1, 2))[0]
     return jnp.take_along_axis(probabilities, jnp.maximum(indices, 0), axis=1)[None]
@@ -300,6 +298,45 @@ def exact_scores(query, keys, weight):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
+@pytest.mark.parametrize("is_even", [True, False])
+@pytest.mark.parametrize("score_dtype", ["own", "float8_e4m3fn"])
+def test_of_keys_above_the_threshold_by_more_than_rounding_nearly_all_are_selected_on_a_gpu(score_dtype, is_even):
+    random, queries, keys, top_k = np.random.default_rng(7), 128, 32768, 2048
+    query, key, weight = (random.normal(size=shape) for shape in ((queries, 64, 128), (keys, 128), (queries, 64)))
+    if not is_even:
+        # Channels and keys of very different size, and a direction that all keys share.
+        query, key = query * np.exp(random.normal(size=128)), key * np.exp(0.5 * random.normal(size=(keys, 1)))
+        key += 2 * random.normal(size=128)
+    given = [jnp.asarray(array[None], jnp.bfloat16) for array in (query, key)]
+    given_weight, segments = jnp.asarray(weight[None], jnp.float32), jnp.ones((1, keys), jnp.int32)
+    positions = jnp.arange(keys - queries, keys, dtype=jnp.int32)
+    select = partial(select_keys, top_k=top_k, score_dtype=score_dtype, implementation="pallas")
+    selected = np.asarray(jax.jit(select)(*given, given_weight, segments, positions))[0]
+    rounded = given if score_dtype == "own" else [reference.rounded_to_float8(array) for array in given]
+
+    with jax.enable_x64(True):
+
+        @jax.jit
+        def scores(query, key, weight):
+            return jax.lax.map(lambda one: one[1] @ jnp.maximum(one[0] @ key.T, 0), (query, weight))
+
+        exact = np.asarray(scores(*map(jnp.asarray, (query, key, weight))))
+        of_rounded = np.asarray(scores(*[array[0].astype(jnp.float64) for array in rounded], jnp.asarray(weight)))
+    is_seen = np.arange(keys)[None] <= np.asarray(positions)[:, None]
+    exact = np.where(is_seen, exact, -np.inf)
+    rounding = np.sqrt(np.mean((of_rounded - exact)[is_seen] ** 2))
+    threshold = np.sort(exact, axis=1)[:, -top_k][:, None]
+    is_above = exact > threshold + 4 * rounding
+    is_selected = np.zeros(exact.shape, bool)
+    np.put_along_axis(is_selected, selected, True, axis=1)
+    recall = (is_above & is_selected).sum() / is_above.sum()
+    print(f"recall above {recall:.6f}, of all {(is_selected & (exact >= threshold)).sum() / top_k / queries:.4f}")
+    assert is_above.sum() > 0.5 * top_k * queries
+    assert recall > 0.999
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
 @pytest.mark.parametrize(
     ("num_heads", "index_heads", "mode"),
     [
@@ -320,18 +357,17 @@ def test_the_loss_and_its_gradients_are_near_float64_on_a_gpu(num_heads, index_h
         options = {"scale": SCALE, "is_deterministic": mode.endswith("integers"), "implementation": implementation}
         return indexer_loss(*index, query, latent[:, :, None], segments, indices, positions, **options)
 
-    def step(index):
-        return loss_by(partial(run, "pallas", query, latent), index, gradient)
+    def step(implementation, heads, index):
+        return loss_by(partial(run, implementation, *heads), index, gradient)
 
-    compiled = jax.jit(step).lower(index).compile()
+    compiled = jax.jit(partial(step, "pallas")).lower((query, latent), index).compile()
     fill_free_memory_with_nan()
-    found = compiled(index)
+    found = compiled((query, latent), index)
     if mode.endswith("integers"):
-        for one, other in zip(found, compiled(index), strict=True):
+        for one, other in zip(found, compiled((query, latent), index), strict=True):
             np.testing.assert_array_equal(one, other)
     with jax.enable_x64(True):
-        arrays = wide([query, latent])
-        expected = jax.jit(lambda index: loss_by(partial(run, "reference", *arrays), index, gradient))(wide(index))
+        expected = jax.jit(partial(step, "reference"))(wide((query, latent)), wide(index))
     assert mode == "all keys" or not np.asarray(found[0])[0, 0]
     errors = [error(one, other) for one, other in zip(found, expected, strict=True)]
     assert max(errors) < 8e-3, errors
