@@ -1,9 +1,9 @@
 """Seconds that one device computes in a step, by part of the model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mmjax.config import ModelConfig, RematResult, RunConfig, layer_kinds
+from mmjax.config import ModelConfig, RunConfig, layer_kinds
 from mmjax.planner.adapters import Tuning
 from mmjax.planner.cost import (
     adapter_forward_flops,
@@ -14,13 +14,13 @@ from mmjax.planner.cost import (
 )
 from mmjax.planner.elementwise import adapter_bytes, cast_bytes, patch_bytes, token_bytes
 from mmjax.planner.hardware import Cluster
-from mmjax.planner.memory import keeps_layers
+from mmjax.planner.memory import keeps_layers, num_expert_devices
 from mmjax.planner.parameters import ITEM_BYTES, PACKED_BYTES, Shard
 
 # Share of the bfloat16 peak that each part reaches, forward and backward together. Read on one H200, from the kernels
 # that others publish: cuBLAS 743 TFLOP/s, cuDNN attention 523, sparse attention 431, indexer 470, grouped expert
-# products 530 (packed ones 0.84 of that), chunked cross-entropy 645, chunked KDA 53, attention residuals 6.7. Routers in
-# float32 are three products of bfloat16.
+# products 530 (packed ones 0.84 of that), chunked cross-entropy 645, chunked KDA 53, attention residuals 6.7. Float32
+# products of routers are three of bfloat16.
 PEER_SHARES = {
     "linear attention projections": 0.75,
     "linear attention recurrence": 0.054,
@@ -43,18 +43,15 @@ PEER_SHARES = {
 _WHOLE_ON_EACH_DEVICE = ("router", "latent projections", "indexer", "attention residuals", "hyper connections")
 # What a layer that is computed again leaves out: the last product of an MLP only makes the layer's result.
 _AGAIN = {"dense MLP": 2 / 3, "shared experts": 2 / 3, "latent projections": 1 / 2}
-# What the backward pass finds where results of layers are kept, by the parts of the count of FLOPs.
-KEPT_PARTS: Mapping[RematResult, tuple[str, ...]] = {
-    "projections": (
-        "linear attention projections",
-        "full attention projections",
-        "latent projections",
-        "shared experts",
-        "dense MLP",
-    ),
-    "attention": ("linear attention recurrence", "full attention scores"),
-    "experts": ("routed experts",),
-}
+# What is not computed again where products with weights are kept. Kept results of attention save nothing: what the
+# backward passes of its kernels take besides, their forward passes make.
+_KEPT_PRODUCTS = (
+    "linear attention projections",
+    "full attention projections",
+    "latent projections",
+    "shared experts",
+    "dense MLP",
+)
 BETWEEN = "between products"
 """The part that moves bytes and multiplies nothing: `elementwise`."""
 
@@ -86,8 +83,15 @@ class PartSeconds:
         return self.forward + self.backward + self.recompute
 
 
-def share_again(model: ModelConfig, part: str) -> float:
-    """Share of a part's forward pass that a layer which is computed again runs."""
+def share_again(config: RunConfig, part: str, kept: Collection[str]) -> float:
+    """Share of a part's forward pass that a layer which is computed again runs, where the results `kept` are kept."""
+    model = config.model
+    if part in _KEPT_PRODUCTS and "projections" in kept:
+        return 0.0
+    if part == "routed experts":
+        # Their last product gives the kept result, or the layer's own where no projection and no exchange follows it.
+        follows = model.moe.latent_width or num_expert_devices(config) > 1
+        return 1.0 if follows and "experts" not in kept else 2 / 3
     return 1 / 2 if part == "dense MLP" and model.dense_mlp != "gated" else _AGAIN.get(part, 1.0)
 
 
@@ -127,8 +131,7 @@ class ComputeClock:
         patches = config.data.rows * config.data.row_patches / (mesh.num_row_shards * mesh.pipe)
         expert_weights, adapter_reads, casts = self._bytes_of(config, held)
         is_again, is_staged = model.remat == "layer", mesh.pipe > 1 and not keeps_layers(model)
-        names = {*model.remat_keep, *model.remat_offload}
-        kept = {part for name, parts in KEPT_PARTS.items() if name in names for part in parts}
+        kept = {*model.remat_keep, *model.remat_offload}
         memory = self.rates.memory * self.gpu.memory_bandwidth
         found: dict[str, PartSeconds] = {}
         for part, flops in self.forward.items():
@@ -147,7 +150,7 @@ class ComputeClock:
                 # A stage's own adapters, of all positions that pass it.
                 least = positions * mesh.pipe * adapter_reads / memory
                 forward, backward = max(forward, least), max(backward, 2 * least)
-            again = is_again * (0.0 if part in kept else share_again(model, part)) + is_staged
+            again = is_again * share_again(config, part, kept) + is_staged
             found[part] = PartSeconds(forward, backward, forward * again if part != "head" else 0.0)
         # The tower runs whole on every device of the tensor and context axes.
         per_flop = patches / (peak * self._rate("vision"))

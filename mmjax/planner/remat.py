@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from mmjax.config import ModelConfig, RematResult, RunConfig, layer_kinds
-from mmjax.planner.compute_time import KEPT_PARTS, Rates, share_again
+from mmjax.planner.compute_time import Rates, share_again
 from mmjax.planner.cost import forward_flops
 from mmjax.planner.hardware import Cluster
 from mmjax.planner.memory import InFlight
@@ -42,10 +43,13 @@ def kept_results(config: RunConfig, cluster: Cluster, rates: Rates | None = None
     flight, flops = InFlight(config), forward_flops(model, config.data.row_tokens)
     tensor = config.mesh.tensor
     results = []
-    for name, parts in KEPT_PARTS.items():
+    for name in get_args(RematResult):
         width = sum(_widths(model, mixer, mlp, tensor)[name] for mixer, mlp in layer_kinds(model))
         peak = cluster.gpu.flops_per_second * tensor
-        seconds = sum(flops.get(part, 0.0) * share_again(model, part) / (rates.shares[part] * peak) for part in parts)
+        seconds = sum(
+            number * (share_again(config, part, ()) - share_again(config, part, (name,))) / (rates.shares[part] * peak)
+            for part, number in flops.items()
+        )
         num_bytes = flight.tokens * width * flight.compute
         results.append(KeptResult(name=name, num_bytes=num_bytes, seconds=flight.tokens * seconds))
     return results
@@ -61,7 +65,7 @@ def choose_results(
     """
     keep, offload, saved, on_device, on_host = [], [], 0.0, 0.0, 0.0
     for result in sorted(results, key=lambda result: result.seconds / max(1.0, result.num_bytes), reverse=True):
-        if not result.num_bytes:
+        if not result.num_bytes or not result.seconds:
             continue
         exposed = 2 * result.num_bytes / host_bandwidth * (1 - overlap)
         if on_device + result.num_bytes <= device_bytes:

@@ -274,7 +274,8 @@ class StepClock:
         return config.training.accumulation * (self._passes(config) * seconds / mesh.pipe + embedding)
 
     def expert_exchange_seconds(self, config: RunConfig) -> float:
-        """Dispatch and combine of every expert layer: forward, again under remat, backward.
+        """Dispatch and combine of every expert layer: forward, again under remat, backward; where results of experts
+        are kept, none is fetched again but by a ring.
 
         all_to_all   n * capacity rows there and back, filled or not
         by_node      t rows to each other node once, from there n * capacity rows to its devices, there and back
@@ -304,7 +305,10 @@ class StepClock:
             seconds = 2 * ((hops - 1) * across + hops * shared)
         else:
             seconds = 2 * all_to_all_seconds(flight.exchanged_rows() * width * flight.compute, group)
-        return config.training.accumulation * self._passes(config) * num_layers * seconds
+        passes = self._passes(config)
+        if config.model.remat == "layer" and moe.transport != "ring":
+            passes -= ("experts" in (*config.model.remat_keep, *config.model.remat_offload)) / 2
+        return config.training.accumulation * passes * num_layers * seconds
 
     def _context_exchange_seconds(self, config: RunConfig) -> float:
         """All-gathers over context: latents, or keys and values, of whole rows for full attention; for linear attention
