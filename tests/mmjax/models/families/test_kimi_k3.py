@@ -118,6 +118,7 @@ def test_tiny_k3_gives_the_recorded_values_and_gradients(one_device, dtype, is_p
     check_golden(one_device, dtype, is_packed, value_bound, gradient_bound)
 
 
+@pytest.mark.slow
 def test_eight_devices_give_the_recorded_loss_and_gradients_and_the_same_files_back(tmp_path):
     """Converted from its released layout, loaded on fsdp=2 x expert=4, and out again from what lies on that mesh."""
     expected, source, folder = np.load(GOLDEN / "expected.npz"), tmp_path / "source", tmp_path / "ours"
