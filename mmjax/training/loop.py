@@ -167,8 +167,8 @@ def check_vocabulary(config: RunConfig, loader: Loader) -> None:
             "data.tokenizer",
             found="bytes, for weights that were trained with another tokenizer",
             expected=f"theirs: {released}",
-            remedy=f"give --data.tokenizer {released} with --data.end-token, --data.image-token, and --data.chat-template "
-            f"{released.parent} or --data.start-token",
+            remedy=f"give --data.tokenizer {released} with --data.end-token, --data.image-token, and "
+            f"--data.chat-template {released.parent} or --data.start-token",
         )
     needed = loader.tokenizer.vocabulary_size
     if needed > config.model.vocabulary_size:
