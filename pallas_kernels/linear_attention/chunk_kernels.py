@@ -252,9 +252,9 @@ def _pairs(
     inverse_ref[...] = _unit_lower_inverse(lower, pairs, interpret).astype(dtype)
 
 
-def parts_of_keys(
-    query_ref, key_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref,
-    from_state_ref, writing_ref, reading_ref, kept_ref,
+def _parts_of_tokens(
+    query_ref, key_ref, value_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref,
+    from_state_ref, from_value_ref, writing_ref, reading_ref, kept_ref,
     *, block, interpret,
 ):  # fmt: skip
     dtype = key_ref.dtype
@@ -275,24 +275,12 @@ def parts_of_keys(
             kept_ref[...] = kept.reshape(())
         return 0
 
-    _over_columns(key_ref, block, finish_keys)
-
-
-def parts_of_tokens(
-    query_ref, key_ref, value_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref,
-    from_state_ref, from_value_ref, writing_ref, reading_ref, kept_ref,
-    *, block, interpret,
-):  # fmt: skip
-    tokens = query_ref, key_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref
-    parts = from_state_ref, writing_ref, reading_ref, kept_ref
-    parts_of_keys(*tokens, *parts, block=block, interpret=interpret)
-    dtype = value_ref.dtype
-
     def finish_values(columns, _):
-        value = beta_ref[...][:, None] * value_ref[:, columns].astype(jnp.float32)
+        value = beta * value_ref[:, columns].astype(jnp.float32)
         from_value_ref[:, columns] = dot(inverse_ref[...], value.astype(dtype)).astype(dtype)
         return 0
 
+    _over_columns(key_ref, block, finish_keys)
     _over_columns(value_ref, block, finish_values)
 
 
@@ -305,7 +293,7 @@ def prepare(
     _pairs(query_ref, key_ref, decay_ref, beta_ref, first_ref, last_ref, *of_pairs, block=block, interpret=interpret)
     wait_for_all(interpret)  # entries of other threads are read back
     tokens = query_ref, key_ref, value_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref
-    parts_of_tokens(*tokens, *parts_refs, block=block, interpret=interpret)
+    _parts_of_tokens(*tokens, *parts_refs, block=block, interpret=interpret)
 
 
 class _OfChunk:

@@ -80,14 +80,15 @@ def _inverse(lower, parts) -> jax.Array:
     start = jnp.where(differing == 0, 1.0, jnp.where(differing == 1, -(high + low), 0.0))
 
     def double(bit, inverse):
-        narrow = inverse.astype(jnp.bfloat16)
-        plgpu.commit_smem()  # every warp is done with the last one
-        parts[0] = narrow
+        narrow, kept = inverse.astype(jnp.bfloat16), parts.at[bit & 1]  # the other may still be read
+
+        def keep():
+            kept[...] = narrow
+            plgpu.commit_smem()
+
         # The inverse so far is zero outside its blocks: their product with all of `lower` holds that with the corners.
-        corner = tiles.product((narrow, lower.at[0]))
-        plgpu.commit_smem()
-        corner = jnp.where(((tiles.iota(0) ^ tiles.iota(1)) >> bit) == 1, corner, 0.0)
-        return inverse - tiles.product((corner.astype(jnp.bfloat16), parts.at[0]))
+        (corner,) = tiles.products([[(narrow, lower.at[0])]], (CHUNK,), meanwhile=keep)
+        return inverse - tiles.product((tiles.corners(corner.astype(jnp.bfloat16), bit), kept))
 
     inverse = lax.fori_loop(1, CHUNK_BITS, double, start)
     plgpu.commit_smem()

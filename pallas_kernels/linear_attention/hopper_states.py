@@ -1,8 +1,8 @@
 """States that enter chunks and what tokens write, to more digits, in Pallas Mosaic GPU for Hopper.
 
 Like `hopper_scan.scan` with `keep_states`; but what tokens would write without a state, (I + L)^-1 beta value, is made
-here by a warpgroup of its own and stays float32, and what they write is told by two numbers in bfloat16. The gradient
-of one decay a head needs that: one number a token, a sum over channels whose terms cancel.
+here of two parts and stays float32, and what they write is told by two numbers in bfloat16. The gradient of one decay a
+head needs that: one number a token, a sum over channels whose terms cancel.
 """
 
 import functools
@@ -16,10 +16,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import launcher
 from pallas_kernels.linear_attention import hopper_tiles as tiles
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
-from pallas_kernels.linear_attention.hopper_scan import (
+from pallas_kernels.linear_attention.hopper_carry import (
     AHEAD,
-    BEHIND,
+    BESIDE,
+    CARRYING,
+    COPYING,
     HALVES,
+    REGISTERS,
     WIDTH,
     Ring,
     half_of,
@@ -28,6 +31,7 @@ from pallas_kernels.linear_attention.hopper_scan import (
     launch,
     place_of,
     read_state,
+    turned,
 )
 from pallas_kernels.linear_attention.hopper_tiles import HALF
 
@@ -40,13 +44,11 @@ def states(from_state, value, beta, inverse, writing, kept, state):
 
     def body(
         from_state, value, beta, inverse, writing, kept, state, states_out, high_out, low_out,
-        *, from_state_smem, writing_smem, kept_smem, value_smem, low_value_smem, beta_smem, inverse_smem, solved_smem,
-        narrow_smem, high_smem, low_smem, edge_smem, carry_in, carry_out, value_in, value_out, solved_in, solved_out,
-        edge_in,
+        *, from_state_smem, writing_smem, kept_smem, value_smem, low_value_smem, beta_smem, inverse_smem,
+        narrow_smem, high_smem, low_smem, carry_in, carry_out, value_in, value_out, multiplied_in,
     ):  # fmt: skip
         warpgroup, (row, head, columns) = lax.axis_index("warpgroup"), place_of(heads)
-        carrying, solving = Ring(AHEAD, carry_in, carry_out), Ring(BEHIND, value_in, value_out)
-        solved = Ring(BEHIND, solved_in, solved_out)
+        carrying, solving = Ring(AHEAD, carry_in, carry_out), Ring(AHEAD, value_in, value_out)
 
         def tokens(chunk):
             return pl.ds(chunk * CHUNK, CHUNK)
@@ -59,80 +61,74 @@ def states(from_state, value, beta, inverse, writing, kept, state):
 
             def of_carry(slot, barrier):
                 for source, target in ((from_state, from_state_smem), (writing, writing_smem)):
-                    plgpu.copy_gmem_to_smem(source.at[row, tokens(step - 1), head], target.at[slot], barrier)
+                    plgpu.copy_gmem_to_smem(source.at[row, tokens(step), head], target.at[slot], barrier)
                 for half in HALVES:
-                    source = kept.at[row, step - 1, head, half_of(half)]
+                    source = kept.at[row, step, head, half_of(half)]
                     plgpu.copy_gmem_to_smem(source, kept_smem.at[slot, half], barrier)
 
             solving.fill(step, chunks, of_values)
-            carrying.fill(step - 1, chunks, of_carry)
+            carrying.fill(step, chunks, of_carry)
             return ()
 
-        def solve(chunk, _):
+        def multiply(chunk, _):
             slot = solving.slot(chunk)
             solving.wait(chunk)
-            values = tiles.matrix(value_smem.at[slot]).astype(wide) * tiles.down(tiles.row(beta_smem.at[slot]))
-            for ref, part in zip((value_smem.at[slot], low_value_smem), tiles.parts(values, 2), strict=True):
-                ref[...] = part
+            values = tiles.matrix(value_smem.at[slot]).astype(wide) * -tiles.down(tiles.row(beta_smem.at[slot]))
+            for ref, part in zip((value_smem, low_value_smem), tiles.parts(values, 2), strict=True):
+                ref[slot] = part
             plgpu.commit_smem()
-            factors = [(inverse_smem.at[slot], ref) for ref in (value_smem.at[slot], low_value_smem)]
-            values = tiles.product(*factors)
-            plgpu.commit_smem()  # every warp has read all
-            solving.release(chunk)
-
-            @pl.when(chunk >= BEHIND)
-            def _():
-                plgpu.barrier_wait(solved_out.at[slot])
-
-            solved_smem[slot] = values
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(solved_in.at[slot])
+            plgpu.barrier_arrive(multiplied_in.at[slot])
             return ()
 
         def carry(chunk, halves):
-            slot = carrying.slot(chunk)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for half in HALVES:
-                narrow_smem[half] = halves[half].astype(narrow)
-            plgpu.commit_smem()
-            for half in HALVES:
-                target = states_out.at[row, chunk, head, half_of(half), columns]
-                plgpu.copy_smem_to_gmem(narrow_smem.at[half], target)
+            slot, value_slot = carrying.slot(chunk), solving.slot(chunk)
+            state = [half.astype(narrow) for half in halves]
+
+            def give_state():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for half in HALVES:
+                    tiles.store_turned(state[half], narrow_smem.at[half])
+                plgpu.commit_smem()
+                for half in HALVES:
+                    target = states_out.at[row, chunk, head, half_of(half), columns]
+                    plgpu.copy_smem_to_gmem(narrow_smem.at[half], target)
+
+            def give_written():
+                for part, ref in zip(parts, (high_smem, low_smem), strict=True):
+                    tiles.store_turned(part, ref)
+                plgpu.commit_smem()
+                for ref, target in ((high_smem, high_out), (low_smem, low_out)):
+                    plgpu.copy_smem_to_gmem(ref, target.at[row, tokens(chunk), head, columns])
+
             carrying.wait(chunk)
-            factors = [(from_state_smem.at[slot, :, half_of(half)], narrow_smem.at[half]) for half in HALVES]
-            erased = tiles.product(*factors)
-            solved.wait(chunk)
-            written = tiles.matrix(solved_smem.at[solved.slot(chunk)]) - erased
-            solved.release(chunk)
-            for ref, part in zip((high_smem, low_smem), tiles.parts(written, 2), strict=True):
-                ref[...] = part
-            plgpu.commit_smem()
-            for ref, target in ((high_smem, high_out), (low_smem, low_out)):
-                plgpu.copy_smem_to_gmem(ref, target.at[row, tokens(chunk), head, columns])
-            halves = tiles.accumulate(
-                [halves[half] * kept_by(kept_smem.at[slot], half) for half in HALVES],
-                [[(tiles.turned(writing_smem.at[slot, :, half_of(half)]), high_smem)] for half in HALVES],
-            )
+            plgpu.barrier_wait(multiplied_in.at[value_slot])
+            inverse = tiles.turned(inverse_smem.at[value_slot])
+            factors = [(tiles.turned(ref.at[value_slot]), inverse) for ref in (value_smem, low_value_smem)]
+            factors += [(state[half], tiles.turned(from_state_smem.at[slot, :, half_of(half)])) for half in HALVES]
+            (written,) = tiles.products([factors], (CHUNK,), meanwhile=give_state)
+            solving.release(chunk)
+            parts = tiles.parts(-written, 2)
+            factors = [[(parts[0], writing_smem.at[slot, :, half_of(half)])] for half in HALVES]
+            added = tiles.products(factors, (HALF,) * 2, meanwhile=give_written)
+            halves = tuple(halves[half] * kept_by(kept_smem.at[slot], half) + added[half] for half in HALVES)
             carrying.release(chunk)
             return halves
 
-        @pl.when(warpgroup == 0)
+        @pl.when(warpgroup == CARRYING)
         def _():
-            plgpu.set_max_registers(208, action="increase")
-            halves = read_state(state.at[row, head, :, columns], edge_smem, edge_in)
-            lax.fori_loop(0, chunks, carry, halves)
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            lax.fori_loop(0, chunks, carry, read_state(state.at[row, head, columns]))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup == 1)
+        @pl.when(warpgroup == BESIDE)
         def _():
-            plgpu.set_max_registers(168, action="decrease")
-            lax.fori_loop(0, chunks, solve, ())
-            solved.drain(chunks)
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            lax.fori_loop(0, chunks, multiply, ())
 
-        @pl.when(warpgroup == 2)
+        @pl.when(warpgroup == COPYING)
         def _():
             plgpu.set_max_registers(24, action="decrease")
-            lax.fori_loop(0, chunks + 1, load, ())
+            lax.fori_loop(0, chunks, load, ())
             solving.drain(chunks)
             carrying.drain(chunks)
 
@@ -140,31 +136,27 @@ def states(from_state, value, beta, inverse, writing, kept, state):
     buffer = functools.partial(launcher.swizzled, dtype=narrow)
     return launch(
         body,
-        (from_state, value, jnp.moveaxis(beta, 1, 2), inverse, writing, kept_of_channels(kept), state),
+        (from_state, value, jnp.moveaxis(beta, 1, 2), inverse, writing, kept_of_channels(kept), turned(state)),
         [jax.ShapeDtypeStruct((batch, chunks, heads, WIDTH, WIDTH), narrow), tokens_shape, tokens_shape],
         heads,
         scratch={
             "from_state_smem": buffer((AHEAD, CHUNK, WIDTH)),
             "writing_smem": buffer((AHEAD, CHUNK, WIDTH)),
             "kept_smem": plgpu.SMEM((AHEAD, 2, HALF), wide),
-            "value_smem": buffer((BEHIND, CHUNK, HALF)),
-            "low_value_smem": buffer((CHUNK, HALF)),
-            "beta_smem": plgpu.SMEM((BEHIND, CHUNK), wide),
-            "inverse_smem": buffer((BEHIND, CHUNK, CHUNK)),
-            "solved_smem": launcher.swizzled((BEHIND, CHUNK, HALF), wide),
+            "value_smem": buffer((AHEAD, CHUNK, HALF)),
+            "low_value_smem": buffer((AHEAD, CHUNK, HALF)),
+            "beta_smem": plgpu.SMEM((AHEAD, CHUNK), wide),
+            "inverse_smem": buffer((AHEAD, CHUNK, CHUNK)),
             "narrow_smem": buffer((2, HALF, HALF)),
             "high_smem": buffer((CHUNK, HALF)),
             "low_smem": buffer((CHUNK, HALF)),
-            "edge_smem": launcher.swizzled((HALF, HALF), wide),
         },
         barriers={
             "carry_in": (4, AHEAD),
             "carry_out": (1, AHEAD),
-            "value_in": (3, BEHIND),
-            "value_out": (1, BEHIND),
-            "solved_in": (1, BEHIND),
-            "solved_out": (1, BEHIND),
-            "edge_in": (1, 1),
+            "value_in": (3, AHEAD),
+            "value_out": (1, AHEAD),
+            "multiplied_in": (1, AHEAD),
         },
         name="states_and_writes",
     )

@@ -36,15 +36,22 @@ def product(*factors: tuple[Any, Any]) -> jax.Array:
     return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((CHUNK, HALF)))
 
 
-def products(factors: Sequence[Sequence[tuple[Any, Any]]], widths: Sequence[int]) -> list[jax.Array]:
-    """Several sums of products [64, C] @ [C, width], all under way at once."""
+def products(
+    factors: Sequence[Sequence[tuple[Any, Any]]], widths: Sequence[int], meanwhile: Callable[[], None] | None = None
+) -> list[jax.Array]:
+    """Several sums of products [64, C] @ [C, width], all under way at once; `meanwhile` is run before they are done."""
     if launcher.is_simulated():
-        return [product(*pairs) for pairs in factors]
+        results = [product(*pairs) for pairs in factors]
+        if meanwhile is not None:
+            meanwhile()
+        return results
 
     def scope(*totals):
         for total, pairs in zip(totals, factors, strict=True):
             for left, right in pairs:
                 plgpu.wgmma(total, left, right)
+        if meanwhile is not None:
+            meanwhile()
         plgpu.wgmma_wait(0)
         return tuple(total[...] for total in totals)
 
@@ -129,6 +136,16 @@ def matrix(ref: Any) -> jax.Array:
     return launcher.load(ref, plgpu.Layout.WGMMA)
 
 
+def unmarked(matrix: jax.Array) -> jax.Array:
+    """The same, not marked as varying over mesh axes, as what arguments hold is: nothing in shared memory is."""
+    if launcher.is_simulated():
+        return matrix
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=layout)
+    same = plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(lambda _, array: array)
+    return same(matrix)  # pyright: ignore[reportCallIssue]
+
+
 def row(ref: Any) -> jax.Array:
     return launcher.load(ref, launcher.row_layout())
 
@@ -184,6 +201,39 @@ def choose_tiles(matrix: jax.Array, is_chosen: Callable[[int, int], bool]) -> ja
         return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
 
     return choose(matrix)  # pyright: ignore[reportCallIssue]
+
+
+def corners(matrix: jax.Array, bit: Any) -> jax.Array:
+    """[64, 64] bfloat16 where the highest bit in which row and column differ is number `bit`, not 0; else zero."""
+    if launcher.is_simulated():
+        return jnp.where((iota(0) ^ iota(1)) >> bit == 1, matrix, 0)
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.Layout.WG_SPLAT), return_type=result)
+    def choose(_, array, bit):
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith
+
+        whole, thread, registers = ir.IntegerType.get_signless(32), _thread(), array.registers.copy()
+
+        def bits(start, count):
+            return arith.andi(arith.shrui(thread, utils.c(start, whole)), utils.c(2**count - 1, whole))
+
+        # Both columns of a pair differ from the row in the same bits but the lowest: all are told without it.
+        half_row = arith.addi(arith.shli(_warp(thread), utils.c(TILE_BITS - 1, whole)), bits(3, 2))
+        differing = arith.xori(half_row, bits(0, 2))
+        shift, zero = arith.subi(bit.registers.item(), utils.c(1, whole)), utils.c(0, whole)
+        for place in np.ndindex(registers.shape):
+            # The second number counts pieces of 8 columns, the fifth of 8 rows.
+            own = arith.xori(differing, utils.c(4 * place[1] ^ 4 * place[4], whole))
+            is_corner = arith.cmpi(arith.CmpIPredicate.eq, arith.shrui(own, shift), utils.c(1, whole))
+            value = arith.select(is_corner, utils.bitcast(registers[place], whole), zero)
+            registers[place] = utils.bitcast(value, registers[place].type)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+    return choose(matrix, bit)  # pyright: ignore[reportCallIssue]
 
 
 def by_tiles_apart(matrices: Sequence[jax.Array]) -> jax.Array:
@@ -251,6 +301,45 @@ def keep_rows(matrix: jax.Array, table: Any, rows: Sequence[int]) -> None:
                 llvm.inline_asm(void, [base, offset, *values, is_own], instructions, "r,r,f,f,b", has_side_effects=True)
 
     keep(matrix, table)  # pyright: ignore[reportCallIssue]
+
+
+def store_turned(matrix: jax.Array, target: Any) -> None:
+    """Write a matrix [64, 64] in bfloat16 to a swizzled buffer in shared memory as its transpose."""
+    if launcher.is_simulated():
+        target[...] = matrix.T
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(launcher.swizzle(HALF, jnp.bfloat16))))
+    def store(_, array, target):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm
+
+        whole, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
+
+        def number(value):
+            return utils.c(value, whole)
+
+        def bits(start, count):
+            return arith.andi(arith.shrui(thread, number(start)), number(2**count - 1))
+
+        # An instruction stores four matrices of 8 rows and columns. A thread says where one of their columns goes: to
+        # the row of that number, whose pieces of 16 bytes are swizzled by it.
+        thread = _thread()
+        column, below, right = bits(0, 3), bits(3, 1), bits(4, 1)
+        piece = arith.xori(arith.addi(arith.shli(_warp(thread), number(1)), below), column)
+        place = arith.addi(arith.shli(column, number(7)), arith.shli(piece, number(4)))
+        place, base = arith.addi(place, arith.shli(right, number(10))), utils.memref_ptr(target)
+        for start in range(0, HALF // 8, 2):
+            pairs = [array.registers[0, start + right, 0, 0, below] for right in range(2) for below in range(2)]
+            pairs = [utils.bitcast(pair.reshape(())[()], whole) for pair in pairs]
+            instructions = (
+                "{ .reg .u32 place; add.u32 place, $0, $1; stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
+                f"[place + {start * 1024}], {{$2, $3, $4, $5}}; }}"
+            )
+            llvm.inline_asm(void, [base, place, *pairs], instructions, "r,r,r,r,r,r", has_side_effects=True)
+
+    store(matrix, target)  # pyright: ignore[reportCallIssue]
 
 
 def rows_of_tiles(table: Any, rows: Sequence[int]) -> jax.Array:

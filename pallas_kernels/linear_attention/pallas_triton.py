@@ -1,11 +1,10 @@
 """The gated delta rule on NVIDIA GPUs, forward and backward, by the kernels of `chunk_kernels` and `scan_kernels`.
 
 Each chunk by itself: `prepare` makes the matrices of pairs of tokens, inverts one, and makes what the tokens read from
-the state and write into it (`parts_of_tokens` does the latter again for the backward pass). `scan` carries the state
-over chunks and writes the output, or, for the backward pass, the states and what each token writes; `scan_back` carries
-the state's gradient from the last chunk to the first; `gradients`, each chunk by itself, finishes. At widths of 128
-kernels of `hopper_prepare`, `hopper_scan`, `hopper_states`, `hopper` and `hopper_scalar` take their places, but for
-chunks in which one of the decays a channel is deeper in a tile than `DEEPEST`.
+the state and write into it. `scan` carries the state over chunks and writes the output, or, for the backward pass, the
+states and what each token writes; `scan_back` carries the state's gradient from the last chunk to the first;
+`gradients`, each chunk by itself, finishes. At widths of 128 the kernels of the modules `hopper...` take their places,
+but for chunks in which one of the decays a channel is deeper in a tile than `DEEPEST`.
 """
 
 import functools
@@ -22,9 +21,11 @@ from pallas_kernels import launcher
 from pallas_kernels.linear_attention import (
     chunk_kernels,
     hopper,
+    hopper_carry,
     hopper_prepare,
     hopper_scalar,
     hopper_scan,
+    hopper_scan_back,
     hopper_states,
     scan_kernels,
 )
@@ -37,7 +38,7 @@ MOST_PIECES = 16
 MOST_LOOKED_AT = 32
 """Chunks by one program: to start one for each chunk, only to find that it is not deep, took 0.13 ms."""
 MOST_BLOCKS = 65535
-"""Of a launch's grid along its second or third axis."""
+"""Of a launch's grid along its second or third axis: rows, heads or chunks."""
 
 
 class Settings(NamedTuple):
@@ -46,8 +47,6 @@ class Settings(NamedTuple):
     interpret: bool = False
     prepare_warps: int = 4
     prepare_columns: int = 64
-    parts_warps: int = 8
-    parts_columns: int = 128
     scan_width: int = 32
     scan_warps: int = 4
     scan_stages: int = 3
@@ -103,7 +102,8 @@ def delta_rule(
 
     Rows are taken in as many pieces, one after the other, as keep the places in an array within 31 bits.
 
-    Keeps its arguments for the backward pass, sums of the decays in their place, and two matrices [64, 64] a chunk.
+    Keeps its arguments for the backward pass, sums of the decays in their place, two matrices [64, 64] a chunk and what
+    its tokens read and write: four arrays like `value`. They are gone when the backward pass needs most memory.
     """
     length, heads = value.shape[1:3]
     state = starting_state(initial_state, per_value_head(query, heads), value, key, log_decay, beta).astype(jnp.float32)
@@ -147,31 +147,30 @@ def _forward(settings, query, key, value, log_decay, beta, first, last, state):
     products, inverse, sums, depth, parts = call.prepare(query, key, value, log_decay, beta, first, last)
     transition, entering = call.split(parts, state)
     results = call.scan(parts, products, entering)
-    saved = query, key, value, beta, first, last, transition, entering, products, inverse, sums, depth
+    if call.is_exact:  # what is written is made again, to more digits
+        parts = parts._replace(from_value=None)
+    saved = query, key, value, beta, first, last, transition, entering, products, inverse, sums, depth, parts
     return results, saved
 
 
 def _backward(settings, saved, gradients):
-    query, key, value, beta, first, last, transition, entering, products, inverse, sums, depth = saved
+    query, key, value, beta, first, last, transition, entering, products, inverse, sums, depth, parts = saved
     output_gradient, state_gradient = gradients
     call = _Calls(settings, query, value, sums)
-    tokens = query, key, value, inverse, sums, beta, first, last
-    is_exact = call.is_on_hopper and not call.decay_width
-    parts = call.parts_of_keys(*tokens) if is_exact else call.parts_of_tokens(*tokens)
     leaving = call.split_back(parts, products, output_gradient, transition, state_gradient)
     arguments = parts, products, inverse, output_gradient, leaving
-    of_value = (value, beta) if is_exact else ()
+    of_value = (value, beta) if call.is_exact else ()
     state_gradients, solved, initial_gradient, *of_value = call.scan_back(*arguments, *of_value)
     # Behind it, when what only `scan_back` reads is no longer held.
     parts, solved = lax.optimization_barrier((parts, solved))
-    if is_exact:
+    if call.is_exact:
         states, written, *low = call.states(parts, value, beta, inverse, entering)
     else:
         (states, written), low = call.scan(parts, products, entering, keep_states=True), ()
     tokens = query, key, sums, depth, beta, first, last
     of_chunks = states, state_gradients, written, solved, output_gradient, *low
     query_gradient, key_gradient, decay_gradient, by_key = call.gradients(*tokens, *of_chunks)
-    if is_exact:
+    if call.is_exact:
         value_gradient, by_value = of_value
         beta_gradient = by_key + by_value
     else:
@@ -197,7 +196,7 @@ _gradients_on_hopper = launcher.traced_once(
 )
 _scan_on_hopper = launcher.traced_once(lambda keep_states, *arrays: hopper_scan.scan(*arrays, keep_states=keep_states))
 _states_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_states.states(*arrays))
-_scan_back_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_scan.scan_back(*arrays))
+_scan_back_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_scan_back.scan_back(*arrays))
 
 
 class _Parts(NamedTuple):
@@ -227,6 +226,7 @@ class _Calls:
         self.chunks = self.length // CHUNK
         self.decay_width = log_decay.shape[3:]
         self.is_on_hopper = not (settings.interpret or hopper.reason_against(self.key_width, self.value_width))
+        self.is_exact = self.is_on_hopper and not self.decay_width
         self.pieces = settings.pieces or self.most_pieces()
         # Chunks of a program that looks for deep ones.
         counts = range(MOST_LOOKED_AT, 0, -1)
@@ -239,7 +239,7 @@ class _Calls:
 
         Each piece costs two small products, one after the other: more than 16 cost more than they save.
         """
-        width = hopper_scan.HALF if self.is_on_hopper else self.settings.scan_width
+        width = hopper_carry.HALF if self.is_on_hopper else self.settings.scan_width
         blocks = self.batch * self.heads * max(1, self.value_width // width)
         places = 1 if self.settings.interpret else launcher.num_multiprocessors()
         most = min(places // blocks, MOST_PIECES)
@@ -336,35 +336,6 @@ class _Calls:
             prepared = call(chunk_kernels.prepare, in_specs=token_specs)(*tokens)
         products, inverse, sums, depth, *parts = prepared
         return products, inverse, sums, depth, _Parts(*parts)
-
-    def parts_of_tokens(self, query, key, value, inverse, sums, beta, first, last) -> _Parts:
-        token, chunk, keys, bounds = self.chunk_specs()
-        decay, square = token(*self.decay_width), chunk(CHUNK, CHUNK)
-        parts = self.call(
-            chunk_kernels.parts_of_tokens,
-            (self.heads, self.chunks, self.batch),
-            [keys, keys, token(self.value_width), square, decay, token(), bounds, bounds],
-            *self.parts_shapes(),
-            warps=self.settings.parts_warps,
-            block=self.settings.parts_columns,
-        )(query, key, value, inverse, sums, beta, first, last)
-        return _Parts(*parts)
-
-    def parts_of_keys(self, query, key, _, inverse, sums, beta, first, last) -> _Parts:
-        """All but `from_value`."""
-        token, chunk, keys, bounds = self.chunk_specs()
-        decay, square = token(*self.decay_width), chunk(CHUNK, CHUNK)
-        specs, shapes = self.parts_shapes()
-        from_state, *parts = self.call(
-            chunk_kernels.parts_of_keys,
-            (self.heads, self.chunks, self.batch),
-            [keys, keys, square, decay, token(), bounds, bounds],
-            [spec for place, spec in enumerate(specs) if place != 1],
-            [shape for place, shape in enumerate(shapes) if place != 1],
-            warps=self.settings.parts_warps,
-            block=self.settings.parts_columns,
-        )(query, key, inverse, sums, beta, first, last)
-        return _Parts(from_state, None, *parts)
 
     def cut(self, array: jax.Array) -> jax.Array:
         """Something of tokens or of chunks: each piece a row of its own."""

@@ -11,6 +11,7 @@ from pallas_kernels.linear_attention import (
     hopper_prepare,
     hopper_scalar,
     hopper_scan,
+    hopper_scan_back,
     hopper_states,
     pallas_triton,
 )
@@ -99,7 +100,7 @@ def test_states_are_carried_as_by_the_kernels_of_triton():
     with launcher.simulated():
         output, last = jax.jit(lambda *arrays: hopper_scan.scan(*arrays, keep_states=False))(*forward)
         states, written = jax.jit(lambda *arrays: hopper_scan.scan(*arrays, keep_states=True))(*forward)
-        found = jax.jit(hopper_scan.scan_back)(*back, *of_value)
+        found = jax.jit(hopper_scan_back.scan_back)(*back, *of_value)
     assert_near((output, last, states, written), results, ("output", "last", "states", "written"), 2e-3)
     assert_near(found[:3], gradients, ("state gradients", "solved", "first"), 2e-3)
     value, beta = (np.asarray(array, np.float64) for array in of_value)

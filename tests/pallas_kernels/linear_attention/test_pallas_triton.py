@@ -12,7 +12,7 @@ from pallas_kernels.linear_attention import pallas_triton, reference
 from pallas_kernels.linear_attention.api import delta_rule
 from pallas_kernels.linear_attention.documents import document_starts
 
-SETTINGS = pallas_triton.Settings(interpret=True, prepare_columns=8, parts_columns=8, gradient_columns=8, scan_width=8)
+SETTINGS = pallas_triton.Settings(interpret=True, prepare_columns=8, gradient_columns=8, scan_width=8)
 NAMES = ("output", "state", "query", "key", "value", "log_decay", "beta", "initial_state")
 # Log decay of each token and channel: as bounded in Kimi-K3, hardly any, anything, and none or all at once.
 DECAYS = {
@@ -244,9 +244,9 @@ def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(by_channel, ke
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         text = jax.jit(step).lower(*shapes).compile().as_text()
     kernels = ["prepare_chunks", "scan_chunks", "scan_chunks_back"]
-    of_channels = ["prepare_again", "parts_of_tokens", "scan_states", "key_gradients", "gradients_again"]
+    of_channels = ["prepare_again", "scan_states", "key_gradients", "gradients_again"]
     of_channels.append("value_gradients")
-    kernels += of_channels if by_channel else ["parts_of_keys", "states_and_writes", "key_gradients_scalar"]
+    kernels += of_channels if by_channel else ["states_and_writes", "key_gradients_scalar"]
     kernels += ["carry", "carry_identity", "carry_back"] if settings.pieces == 2 else []
     for kernel in kernels:
         assert f'"{kernel}"' in text or f"{kernel}_mosaic_gpu" in text, kernel
