@@ -114,8 +114,8 @@ def forward(
 
     def body(
         query_gmem, latent_gmem, indices_gmem, counts_gmem, out_gmem, sums_gmem,
-        *, query_smem, keys_smem, decay_smem, inverse_smem, query_filled, query_emptied, weighed, emptied, finished,
-        index_ring, index_filled, arrival_words, arrivals=None,
+        *, query_smem, keys_smem, decay_smem, inverse_smem, query_filled, query_emptied, decayed, weighed, emptied,
+        finished, index_ring, index_filled, arrival_words, arrivals=None,
     ):  # fmt: skip
         arrivals = Arrivals(arrival_words, arrivals, SLOTS)
         arrivals.start()
@@ -158,9 +158,10 @@ def forward(
                     scores = tiles.product(BLOCK, *pieces) * factor + tiles.hole_bias(index)
                     new = jnp.maximum(highest, jnp.max(scores, axis=1))
                     decay = jnp.exp2(highest - new)
+                    decay_smem[slot] = decay
+                    plgpu.barrier_arrive(decayed.at[slot])
                     weights = jnp.exp2(scores - tiles.down(new, BLOCK))
                     keys_smem[slot, :, behind] = weights.astype(jnp.bfloat16)
-                    decay_smem[slot] = decay
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(weighed.at[slot])
                     return number + 1, new, total * decay + jnp.sum(weights, axis=1)
@@ -188,10 +189,12 @@ def forward(
                 def block(_, carry):
                     number, *sums = carry
                     slot = lax.rem(number, jnp.int32(SLOTS))
-                    plgpu.barrier_wait(weighed.at[slot])
+                    # Sums decay while the probabilities are made.
+                    plgpu.barrier_wait(decayed.at[slot])
                     decay = tiles.row(decay_smem.at[slot])
                     sums = [own * tiles.down(decay, part) for own in sums]
 
+                    plgpu.barrier_wait(weighed.at[slot])
                     weights = keys_smem.at[slot, :, behind]
                     columns = [pl.ds(warpgroup * half + start, part) for start in range(0, half, part)]
                     sums = tiles.accumulate(sums, [(weights, keys_smem.at[slot, :, own]) for own in columns])
@@ -234,6 +237,7 @@ def forward(
             inverse_smem=plgpu.SMEM((HEADS,), jnp.float32),
             query_filled=plgpu.Barrier(num_arrivals=width // BLOCK),
             query_emptied=plgpu.Barrier(num_arrivals=2),
+            decayed=plgpu.Barrier(num_barriers=SLOTS),
             weighed=plgpu.Barrier(num_barriers=SLOTS),
             emptied=plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
             finished=plgpu.Barrier(),

@@ -195,13 +195,14 @@ def cases():
     for tokens, mode in ((8192, ""), (8192, " deterministic"), (32768, "")):
         step = partial(loss_step, is_deterministic=bool(mode))
         yield f"loss step{mode} T{tokens} H64 J64", step, partial(loss_arrays, tokens, 64, 64), 0
-    for tokens, implementation in ((8192, "pallas"), (8192, "xla"), *[(2**n, "pallas") for n in range(14, 18)]):
+    lengths = (8192, 16384, 24576, 32768, 65536, 131072)
+    for tokens, implementation in (*[(tokens, "pallas") for tokens in lengths], (8192, "xla")):
         selected = num_pairs(tokens, SELECTED)
         of_index = (num_pairs(tokens) + 3 * selected) * 64 * INDEX_WIDTH
         flops = 2 * (of_index + selected * 64 * (5 * WIDTH + 3 * VALUES))
         step = partial(layer_step, implementation=implementation)
         yield f"layer step {implementation} T{tokens} H64 J64", step, partial(layer_arrays, tokens, 64, 64), flops
-    for tokens in (8192, 16384, 32768, 65536, 131072):
+    for tokens in lengths:
         flops = 2 * num_pairs(tokens) * 64 * (4 * 192 + 3 * 128)
         yield f"dense step cuDNN T{tokens} H64", dense_step, partial(dense_arrays, tokens), flops
     flops = 2 * 1024 * (2**20 * 32 * INDEX_WIDTH + SELECTED * 64 * (WIDTH + VALUES))
