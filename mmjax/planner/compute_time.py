@@ -89,9 +89,10 @@ def share_again(config: RunConfig, part: str, kept: Collection[str]) -> float:
     if part in _KEPT_PRODUCTS and "projections" in kept:
         return 0.0
     if part == "routed experts":
-        # Their last product gives the kept result, or the layer's own where no projection and no exchange follows it.
-        follows = model.moe.latent_width or num_expert_devices(config) > 1
-        return 1.0 if follows and "experts" not in kept else 2 / 3
+        # Their last product gives the kept result, or the layer's own where no projection follows it. Where rows are
+        # exchanged, it gives the gradients of their weights besides.
+        is_last_left_out = "experts" in kept or not model.moe.latent_width
+        return 2 / 3 if is_last_left_out and num_expert_devices(config) == 1 else 1.0
     return 1 / 2 if part == "dense MLP" and model.dense_mlp != "gated" else _AGAIN.get(part, 1.0)
 
 

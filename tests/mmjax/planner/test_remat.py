@@ -58,10 +58,15 @@ def test_results_of_a_large_model_shrink_with_the_tensor_axis_and_with_rows_of_a
     # Experts: 92 layers of 3,584 values in bfloat16, which the tensor axis does not split.
     assert whole["experts"].num_bytes == split["experts"].num_bytes == 92 * 3584 * 8192 * 2
     assert split["projections"].seconds == pytest.approx(whole["projections"].seconds / 2)
-    # The last of an expert's three products; attention's kernels run again for what their backward passes take besides.
+    # Where rows are exchanged their weights' gradients take experts' results; attention's kernels run again for what
+    # their backward passes take besides.
+    assert whole["experts"].seconds == 0
+    alone = dataclasses.replace(config, mesh=MeshConfig(), data=DataConfig(rows=1, row_tokens=8192))
+    of_experts = next(result for result in kept_results(alone, cluster) if result.name == "experts")
     routed, rates = forward_flops(config.model, 8192)["routed experts"], Rates()
+    # The last of an expert's three products.
     expected = 8192 * routed / 3 / (rates.shares["routed experts"] * cluster.gpu.flops_per_second)
-    assert whole["experts"].seconds == pytest.approx(expected)
+    assert of_experts.seconds == pytest.approx(expected)
     assert whole["attention"].seconds == 0
 
 
@@ -69,8 +74,8 @@ def test_the_last_product_of_experts_is_left_out_where_nothing_follows_it():
     model = kimi_linear_48b()
     alone = RunConfig(model=model)
     spread, large = RunConfig(model=model, mesh=MeshConfig(expert=2)), RunConfig(model=kimi_k31())
-    for config, again in ((alone, 2 / 3), (spread, 1), (large, 1)):
+    for config, again, kept in ((alone, 2 / 3, 2 / 3), (spread, 1, 1), (large, 1, 2 / 3)):
         assert share_again(config, "routed experts", ()) == again
-        assert share_again(config, "routed experts", ("experts",)) == 2 / 3
+        assert share_again(config, "routed experts", ("experts",)) == kept
     assert share_again(alone, "shared experts", ()) == 2 / 3
     assert share_again(alone, "shared experts", ("projections",)) == 0
