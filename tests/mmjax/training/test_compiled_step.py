@@ -40,7 +40,7 @@ def small_run(**changes) -> RunConfig:
 
 def test_without_the_plug_in_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(described, "_PLUGINS", ("no_such_plug_in",))
-    with pytest.raises(ConfigurationError, match="mmjax\\[deviceless\\]"):
+    with pytest.raises(ConfigurationError, match=r"-e .\.\[deviceless\]"):
         described_mesh(MeshConfig(fsdp=8), read_cluster("8xh200"))
 
 
