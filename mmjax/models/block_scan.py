@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mmjax.models.conditional import Pullback, without_known
+from mmjax.models.conditional import Pullback, real_leaves, without_known
 from mmjax.parallel.conditions import together
 from mmjax.parallel.fsdp import varying_like
 
@@ -87,7 +87,7 @@ def scan_across_blocks(
         def run_and_keep(position, trained, others, running_sum, sums, part, shared):
             def differentiated(trained, running_sum, sums):
                 running_sum, record = run_layer(position, trained, others, running_sum, sums, part, shared)
-                return (running_sum, _real(record)), record
+                return (running_sum, real_leaves(record)), record
 
             (running_sum, _), pullback, record = jax.vjp(differentiated, trained, running_sum, sums, has_aux=True)
             pullbacks[position], kept = without_known(pullback, (trained, others, sums, shared))
@@ -121,7 +121,7 @@ def scan_across_blocks(
                     of_running = jnp.where(is_end, of_sums[number], of_running)
             return (of_running, of_sums), tuple(of_layers)
 
-        of_records = tuple(map(_real, of_records))
+        of_records = tuple(map(real_leaves, of_records))
         (of_running, of_sums), of_trained = lax.scan(
             turn, (of_running, of_sums), (trained, others, kept, of_records, starts, num_before), reverse=True
         )
@@ -129,8 +129,3 @@ def scan_across_blocks(
 
     run_all.defvjp(forward, backward)
     return run_all(trained, others, running_sum, finished, shared)
-
-
-def _real(record: Any) -> list[jax.Array]:
-    """Those leaves that have gradients."""
-    return [leaf for leaf in jax.tree.leaves(record) if jnp.issubdtype(leaf.dtype, jnp.inexact)]

@@ -90,3 +90,8 @@ def run_where(
 
     run.defvjp(forward, backward)
     return run(flag, trained, others, otherwise)
+
+
+def real_leaves(tree: Any) -> list[jax.Array]:
+    """Those leaves that have gradients."""
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]

@@ -16,7 +16,7 @@ from jax import lax
 
 from mmjax.axes import PIPE
 from mmjax.config import ModelConfig
-from mmjax.models.conditional import Pullback, without_known, zeros_of
+from mmjax.models.conditional import Pullback, real_leaves, without_known, zeros_of
 from mmjax.models.decoder import Decoder, LayerRecord, is_trained, kept_results
 from mmjax.models.layout import block_layers, layer_address, num_devices, slots_of_kinds, stage_layers
 from mmjax.parallel.conditions import run_once
@@ -175,7 +175,7 @@ class StageLayers:
     def _backward(self, wants_weights: bool, saved: tuple, gradients: tuple) -> tuple:
         trained, others, (turns, places), kept = saved
         of_running, of_sums, of_records = gradients
-        of_records = tuple(map(_real, of_records))
+        of_records = tuple(map(real_leaves, of_records))
 
         def one_turn(carry: tuple, turn: Turn) -> tuple[tuple, None]:
             of_running, of_sums, of_trained = carry
@@ -227,7 +227,7 @@ class StageLayers:
         def run_and_keep(kind: int, trained: Any, others: Any, running_sum: jax.Array, sums: Sums, shared: tuple):
             def differentiated(trained: Any, running_sum: jax.Array, sums: Sums):
                 running_sum, record = run_layer(kind, trained, others, running_sum, sums, shared)
-                return (running_sum, _real(record)), record
+                return (running_sum, real_leaves(record)), record
 
             (running_sum, _), pullback, record = jax.vjp(differentiated, trained, running_sum, sums, has_aux=True)
             self._pullbacks[kind], kept = without_known(pullback, (trained, others, sums, shared))
@@ -279,8 +279,3 @@ def _at(tree: Any, number: Any) -> Any:
 
 def _put(tree: Any, values: Any, number: jax.Array) -> Any:
     return jax.tree.map(lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, number, 0), tree, values)
-
-
-def _real(record: Any) -> list[jax.Array]:
-    """Those leaves that have gradients."""
-    return [leaf for leaf in jax.tree.leaves(record) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
