@@ -167,6 +167,10 @@ class LatentMoe(nnx.Module):
         weight = getattr(self, name)
         return cast(nnx.Variable, weight.lora_base) if isinstance(weight, LoraWeight) else weight
 
+    def _is_trained(self, name: str) -> bool:
+        variable = self._expert_variable(name)
+        return isinstance(variable, nnx.Variable) and variable.get_metadata().get("is_trained", True)
+
     def _expert_adapters(self, dtype: jax.typing.DTypeLike) -> dict[str, tuple[jax.Array, jax.Array]] | None:
         """Of each adapted projection: down [e, in, r] and up [e, r, out] of this device's experts, scaled."""
         adapters = {}
@@ -300,9 +304,9 @@ class LatentMoe(nnx.Module):
             # Kept apart: XLA joins products of the same rows, and this one would delay the exchange, not hide it.
             return self.shared.hidden(lax.optimization_barrier(tokens)) if moe.num_shared_experts else None
 
-        gate = self._expert_variable("gate")
-        is_trained = isinstance(gate, nnx.Variable) and gate.get_metadata().get("is_trained", True)
-        trained, frozen = (weights, {}) if is_trained else ({}, weights)
+        # One by one: rounds behind the first give `others` no gradients.
+        trained = {name: weight for name, weight in weights.items() if self._is_trained(name)}
+        frozen = {name: weight for name, weight in weights.items() if name not in trained}
         return exchange_experts(
             rows,
             index,

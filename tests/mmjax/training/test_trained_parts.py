@@ -11,6 +11,7 @@ from mmjax.config import (
     FullAttentionConfig,
     LinearAttentionConfig,
     LoraConfig,
+    MeshConfig,
     ModelConfig,
     MoeConfig,
     OptimizerConfig,
@@ -67,6 +68,25 @@ def test_only_the_named_parts_move_with_the_gradients_that_the_whole_model_gives
         np.testing.assert_array_equal(array, before[path], err_msg=path)
     for path, array in jax.device_get(after.router_biases).items():
         np.testing.assert_array_equal(array, biases[path], err_msg=path)
+
+
+def test_one_trained_weight_of_experts_has_its_gradient_from_every_round_of_the_exchange(monkeypatch):
+    monkeypatch.setattr(digits, "EPOCH_SAMPLES", 32)
+    moe = dataclasses.replace(CONFIG.model.moe, capacity_factor=0.3)
+    model = dataclasses.replace(CONFIG.model, moe=moe)
+    found, rounds = [], []
+    for sizes in (MeshConfig(), MeshConfig(expert=2)):
+        config = dataclasses.replace(CONFIG, model=model, mesh=sizes, trained=("*.mlp.down",))
+        mesh = make_mesh(sizes)
+        batch = place_batch(Loader(config.data, config.model.vision, 0, model=config.model).batch(0), mesh)
+        state = init_state(config, mesh)
+        gradient_of = jax.jit(make_value_and_gradient(config, mesh))
+        _, report, _, gradients = gradient_of(state.parameters, state.router_biases, batch, state.frozen)
+        ((_, gradient),) = jax.device_get(gradients).items()
+        found.append(gradient)
+        rounds += [int(router.rounds.sum()) for router in report.routers.values()]
+    assert rounds[1] > 2  # on two devices
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-4 * np.abs(found[0]).max())
 
 
 @pytest.mark.parametrize(("trained", "moves"), [("*.router", True), ("*.mlp.down", False)])
