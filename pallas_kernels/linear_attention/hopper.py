@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
 from pallas_kernels.linear_attention import hopper_tiles as tiles
-from pallas_kernels.linear_attention.chunk_kernels import CHUNK, CHUNK_BITS, DEEPEST, TILE_BITS
+from pallas_kernels.linear_attention.chunk_kernels import CHUNK, DEEPEST, TILE_BITS
 from pallas_kernels.linear_attention.hopper_tiles import HALF
 
 WIDTH = 2 * HALF
@@ -304,8 +304,7 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
                     plgpu.barrier_wait(is_unpaired)
 
                 plgpu.barrier_wait(values_in)
-                # Adds zero unknown to the compiler, lest it keep addresses from chunk to chunk and spill them.
-                own = warpgroup + (bounds_smem[lax.rem(step, 2), 1, CHUNK - 1] >> CHUNK_BITS)
+                own = tiles.unknown(warpgroup, step)
                 half = _Half(
                     own, values_smem, states_smem, keys_smem, sums_smem, anchors_smem, vectors_smem,
                     bounds_smem.at[lax.rem(step, 2)], pairs_smem, itself_smem, end_smem,

@@ -184,8 +184,7 @@ def prepare(query, key, value, log_decay, beta, first, last):
             row, chunk, head, tokens = place(step)
             plgpu.barrier_wait(decay_in)
             bounds, beta = bounds_smem.at[lax.rem(step, 2)], beta_smem.at[lax.rem(step, 2)]
-            # Adds zero unknown to the compiler, lest it keep addresses from chunk to chunk and spill them.
-            own = warpgroup + (bounds_smem[lax.rem(step, 2), 1, CHUNK - 1] >> CHUNK_BITS)
+            own = tiles.unknown(warpgroup, step)
             channels = pl.ds(own * HALF, HALF)
             half = _Half(own, bounds, anchors_smem.at[own])
             sums = half.sum_decays(decay_smem.at[own], [early_smem.at[number, own] for number in range(2)])
@@ -263,7 +262,7 @@ def prepare(query, key, value, log_decay, beta, first, last):
             row, chunk, head, tokens = place(step)
             plgpu.barrier_wait(decay_in)
             beta = beta_smem.at[lax.rem(step, 2)]
-            own = warpgroup + (bounds_smem[lax.rem(step, 2), 1, CHUNK - 1] >> CHUNK_BITS)
+            own = tiles.unknown(warpgroup, step)
             channels = pl.ds(own * HALF, HALF)
             half = _Half(own, bounds_smem.at[lax.rem(step, 2)], None)
             decays = tiles.row_across(decay_smem) * LOG2_E

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
 from pallas_kernels.linear_attention import hopper_tiles as tiles
-from pallas_kernels.linear_attention.chunk_kernels import CHUNK, CHUNK_BITS
+from pallas_kernels.linear_attention.chunk_kernels import CHUNK
 from pallas_kernels.linear_attention.hopper import OUTPUT, SOLVED, STATE, STATE_GRADIENT, WIDTH, WRITTEN
 from pallas_kernels.linear_attention.hopper_tiles import HALF
 
@@ -182,8 +182,7 @@ def gradients(
             channels, slot = pl.ds(warpgroup * HALF, HALF), lax.rem(step, 2)
             wait_unless_first(step, is_unpaired)
             plgpu.barrier_wait(values_in)
-            # Adds zero unknown to the compiler, lest it keep addresses from chunk to chunk and spill them.
-            own = warpgroup + (bounds_smem[slot, 1, CHUNK - 1] >> CHUNK_BITS)
+            own = tiles.unknown(warpgroup, step)
             half = _Half(
                 own, values_smem, states_smem, keys_smem, vectors_smem.at[slot], bounds_smem.at[slot], pairs_smem,
                 itself_smem, scaled_smem, summed_smem,

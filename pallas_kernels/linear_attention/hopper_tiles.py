@@ -5,13 +5,12 @@ Each of its four warps holds a tile of 16 rows.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
@@ -19,61 +18,173 @@ from pallas_kernels.linear_attention.chunk_kernels import CHUNK, TILE, TILE_BITS
 
 HALF = 64
 """Columns: key channels of one warpgroup."""
+WARPGROUP = 128
+"""Threads."""
+_TILED = plgpu.RefType(launcher.swizzle(HALF, jnp.bfloat16))
+"""A ref to shared memory [R, C] of bfloat16: tiles of 8 rows and 64 columns."""
 
 
-def product(*factors: tuple[Any, Any]) -> jax.Array:
+class Turned(NamedTuple):
+    """The transpose of a ref to shared memory."""
+
+    ref: Any
+
+
+Factors = tuple[Any, Any]
+"""Left, in registers [64, 64] or in shared memory, and right, in shared memory: bfloat16, swizzled, perhaps turned."""
+
+
+def turned(ref: Any) -> Turned:
+    return Turned(ref)
+
+
+def product(*factors: Factors) -> jax.Array:
     """Sum of products [64, C] @ [C, 64], of bfloat16 in float32."""
-    if launcher.is_simulated():  # which takes no left factor in registers
-        products = [jnp.dot(left[...], right[...], preferred_element_type=jnp.float32) for left, right in factors]
-        return sum(products[1:], products[0])
-
-    def scope(total):
-        for left, right in factors:
-            plgpu.wgmma(total, left, right)
-        plgpu.wgmma_wait(0)
-        return total[...]
-
-    return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((CHUNK, HALF)))
+    return products([factors], (HALF,))[0]
 
 
 def products(
-    factors: Sequence[Sequence[tuple[Any, Any]]], widths: Sequence[int], meanwhile: Callable[[], None] | None = None
+    factors: Sequence[Sequence[Factors]], widths: Sequence[int], meanwhile: Callable[[], None] | None = None
 ) -> list[jax.Array]:
     """Several sums of products [64, C] @ [C, width], all under way at once; `meanwhile` is run before they are done."""
     if launcher.is_simulated():
-        results = [product(*pairs) for pairs in factors]
+        results = [_simulated(pairs) for pairs in factors]
         if meanwhile is not None:
             meanwhile()
         return results
-
-    def scope(*totals):
-        for total, pairs in zip(totals, factors, strict=True):
-            for left, right in pairs:
-                plgpu.wgmma(total, left, right)
-        if meanwhile is not None:
-            meanwhile()
-        plgpu.wgmma_wait(0)
-        return tuple(total[...] for total in totals)
-
-    return list(pl.run_scoped(scope, *(plgpu.WGMMAAccumulatorRef((CHUNK, width)) for width in widths)))
+    results = _multiply(factors, widths, is_awaited=meanwhile is None)
+    if meanwhile is None:
+        return results
+    meanwhile()
+    return _awaited(results)
 
 
-def accumulate(totals: Sequence[jax.Array], factors: Sequence[Sequence[tuple[Any, Any]]]) -> tuple[jax.Array, ...]:
+def accumulate(totals: Sequence[jax.Array], factors: Sequence[Sequence[Factors]]) -> list[jax.Array]:
     """Each total [64, 64] plus a sum of products, all under way at once."""
     if launcher.is_simulated():
-        return tuple(total + product(*pairs) for total, pairs in zip(totals, factors, strict=True))
-
-    def add(totals):
-        for total, pairs in zip(totals, factors, strict=True):
-            for left, right in pairs:
-                plgpu.wgmma(total, left, right)
-
-    # What is run on refs gives values back.
-    return cast(Any, pl.run_state(add)(tuple(plgpu.WGMMAAccumulatorRef.init(total) for total in totals)))
+        return [total + _simulated(pairs) for total, pairs in zip(totals, factors, strict=True)]
+    return _multiply(factors, [HALF] * len(totals), totals)
 
 
-def turned(ref: Any) -> Any:
-    return ref[...].T if launcher.is_simulated() else ref.transpose((1, 0))
+def _simulated(factors: Sequence[Factors]) -> jax.Array:
+    def read(factor):
+        return factor.ref[...].T if isinstance(factor, Turned) else factor[...]
+
+    products = [jnp.dot(read(left), read(right), preferred_element_type=jnp.float32) for left, right in factors]
+    return sum(products[1:], products[0])
+
+
+def _result(width: int) -> Any:
+    return plgpu.ShapeDtypeStruct((CHUNK, width), jnp.float32, layout=plgpu.Layout.WGMMA)
+
+
+def _multiply(factors, widths, totals: Sequence[jax.Array] = (), *, is_awaited: bool = True) -> list[jax.Array]:
+    """Sums of products by one piece of PTX, which makes descriptors of factors in shared memory from their addresses.
+
+    `plgpu.wgmma` makes them outside, 64 bits each, which compilers keep from chunk to chunk, and spill.
+    """
+    flat = [factor for pairs in factors for pair in pairs for factor in pair]
+    are_turned = [isinstance(factor, Turned) for factor in flat]
+    operands = [factor.ref if isinstance(factor, Turned) else factor for factor in flat]
+    types = [plgpu.Layout.WGMMA if isinstance(operand, jax.Array) else _TILED for operand in operands]
+
+    @plgpu.inline_mgpu(
+        arg_types=(*types, *(plgpu.Layout.WGMMA for _ in totals)), return_type=[_result(width) for width in widths]
+    )
+    def multiply(_, *arguments):
+        places = iter(zip(arguments[: len(flat)], are_turned, strict=True))
+        pairs = [[(next(places), next(places)) for _ in group] for group in factors]
+        return _instructions(pairs, widths, arguments[len(flat) :], is_awaited=is_awaited)
+
+    return multiply(*operands, *totals)  # pyright: ignore[reportCallIssue]
+
+
+def _awaited(results: Sequence[jax.Array]) -> list[jax.Array]:
+    widths = [result.shape[1] for result in results]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(results), return_type=[_result(width) for width in widths])
+    def wait(_, *arrays):
+        return _instructions([[] for _ in widths], widths, arrays)
+
+    return wait(*results)  # pyright: ignore[reportCallIssue]
+
+
+def _instructions(sums, widths: Sequence[int], totals, *, is_awaited: bool = True) -> list[Any]:
+    """PTX that adds products to totals, or to nothing; of each factor what holds it and whether it is turned."""
+    from jax.experimental.mosaic.gpu import fragmented_array, utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    single, layout = ir.F32Type.get(), fragmented_array.WGMMA_LAYOUT
+    shapes = [layout.registers_shape((CHUNK, width)) for width in widths]
+    # Of a piece of 8 columns a thread holds two in one row and two 8 rows below.
+    own = [vector.extract(pair, [], [place]) for total in totals for pair in total.registers.flat for place in range(2)]
+    count = sum(CHUNK * width // WARPGROUP for width in widths)
+    operands, constraints = list(own), ["=f"] * count + [str(place) for place in range(len(own))]
+    lines = ["{ .reg .pred none, all; setp.ne.b32 none, 0, 0; setp.ne.b32 all, 1, 0;"]
+
+    def operand(value, constraint: str) -> str:
+        operands.append(value)
+        constraints.append(constraint)
+        return f"${len(constraints) - 1}"
+
+    def steps_of(factor, is_turned: bool, is_left: bool) -> list[str]:
+        """Of every 16 columns of a left factor, or rows of a right one, how an instruction names them."""
+        if isinstance(factor, fragmented_array.FragmentedArray):
+            words = [utils.bitcast(pair, ir.IntegerType.get_signless(32)) for pair in factor.registers.flat]
+            names = [operand(word, "r") for word in words]
+            return [f"{{{','.join(names[place : place + 4])}}}" for place in range(0, len(names), 4)]
+        memory = ir.MemRefType(factor.type)
+        (down, aside, *_), _ = memory.get_strides_and_offset()
+        rows, columns = 8 * memory.shape[0], HALF * memory.shape[1]
+        # Bytes from 8 rows to the next, and from 64 columns to the next.
+        down, aside = 2 * down, 2 * aside
+        is_along_columns = is_left != is_turned
+        if is_along_columns:
+            offsets = [step // 4 * aside + step % 4 * 32 for step in range(columns // 16)]
+        else:
+            offsets = [step * 2 * down for step in range(rows // 16)]
+        name = f"p{len(constraints)}"
+        lines.append(f".reg .b32 {name}; bfe.u32 {name}, {operand(utils.memref_ptr(factor), 'r')}, 4, 14;")
+        # The distances that an instruction strides itself, in units of 16 bytes; bit 62 says: swizzled by 128 bytes.
+        low, high = 0 if is_along_columns else aside >> 4 << 16, (down >> 4) + (1 << 30)
+        for step, offset in enumerate(offsets):
+            own = f"{name}s{step}"
+            lines.append(f".reg .b32 {own}; add.u32 {own}, {name}, {low + (offset >> 4)};")
+            lines.append(f".reg .b64 {own}d; mov.b64 {own}d, {{{own}, {high}}};")
+        return [f"{name}s{step}d" for step in range(len(offsets))]
+
+    products, first = [], 0
+    for pairs, width in zip(sums, widths, strict=True):
+        last = first + CHUNK * width // WARPGROUP
+        results = ",".join(f"${place}" for place in range(first, last))
+        first = last
+        scale = "all" if totals else "none"
+        for (left, is_left_turned), (right, is_right_turned) in pairs:
+            left_steps, right_steps = steps_of(left, is_left_turned, True), steps_of(right, is_right_turned, False)
+            turns = f"{int(not is_right_turned)}"
+            if not isinstance(left, fragmented_array.FragmentedArray):
+                turns = f"{int(is_left_turned)}, {turns}"
+            for one, other in zip(left_steps, right_steps, strict=True):
+                products.append(
+                    f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{results}}}, {one}, {other}, "
+                    f"{scale}, 1, 1, {turns};"
+                )
+                scale = "all"
+    if products:
+        lines += ["wgmma.fence.sync.aligned;", *products, "wgmma.commit_group.sync.aligned;"]
+    if is_awaited:
+        lines.append("wgmma.wait_group.sync.aligned 0;")
+    struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
+    result = llvm.inline_asm(struct, operands, " ".join([*lines, "}"]), ",".join(constraints), has_side_effects=True)
+    values = [llvm.extractvalue(single, result, [place]) for place in range(count)]
+    arrays = []
+    for shape in shapes:
+        registers = np.empty(shape, dtype=object)
+        for place in np.ndindex(shape):
+            registers[place] = vector.from_elements(ir.VectorType.get((2,), single), [values.pop(0), values.pop(0)])
+        arrays.append(fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None))
+    return arrays
 
 
 def down(vector: jax.Array) -> jax.Array:
@@ -121,6 +232,14 @@ def iota(dimension: int) -> jax.Array:
         return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
     return number()  # pyright: ignore[reportCallIssue]
+
+
+def unknown(number: Any, step: Any) -> Any:
+    """The number, which compilers take for another one at each step of a loop.
+
+    Else they keep addresses that follow from it, and spill them. There are never 2^30 steps.
+    """
+    return number + (step >> 30)
 
 
 def column_layout() -> Any:
