@@ -132,7 +132,10 @@ def _instructions(sums, widths: Sequence[int], totals, *, is_awaited: bool = Tru
         """Of every 16 columns of a left factor, or rows of a right one, how an instruction names them."""
         if isinstance(factor, fragmented_array.FragmentedArray):
             words = [utils.bitcast(pair, ir.IntegerType.get_signless(32)) for pair in factor.registers.flat]
-            names = [operand(word, "r") for word in words]
+            names = [f"w{len(constraints) + place}" for place in range(len(words))]
+            # Each in a register of its own: of a constant that stands four times ptxas 13.5 sets one of four registers.
+            for name, word in zip(names, words, strict=True):
+                lines.append(f".reg .b32 {name}; mov.b32 {name}, {operand(word, 'r')};")
             return [f"{{{','.join(names[place : place + 4])}}}" for place in range(0, len(names), 4)]
         memory = ir.MemRefType(factor.type)
         (down, aside, *_), _ = memory.get_strides_and_offset()
