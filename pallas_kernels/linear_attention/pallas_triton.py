@@ -33,7 +33,6 @@ from pallas_kernels.linear_attention.chunk_kernels import CHUNK
 from pallas_kernels.linear_attention.documents import document_starts, per_value_head, starting_state
 
 WIDTHS = (64, 128)
-PLACES = 2**31
 MOST_PIECES = 16
 MOST_LOOKED_AT = 32
 """Chunks by one program: to start one for each chunk, only to find that it is not deep, took 0.13 ms."""
@@ -69,22 +68,9 @@ def reason_against(
     if any(width not in WIDTHS for width in widths):
         return f"needs key and value widths of {' or '.join(map(str, WIDTHS))}, got {widths[0]} and {widths[1]}"
     batch, _, heads, _ = value.shape
-    if batch > MOST_BLOCKS or heads > MOST_BLOCKS or not _most_chunks(query, value):
-        return f"numbers places in 31 bits, too few for {batch} rows of {heads} heads"
+    if batch > MOST_BLOCKS or heads > MOST_BLOCKS:
+        return f"takes up to {MOST_BLOCKS} rows and heads, got {batch} rows of {heads} heads"
     return None
-
-
-def _most_chunks(query: jax.Array, value: jax.Array) -> int:
-    """Of rows taken at once, so that no array has `PLACES` numbers or more."""
-    batch, _, heads, value_width = value.shape
-    width = max(query.shape[3], value_width, query.shape[3] * value_width // CHUNK)
-    return min((PLACES - 1) // (batch * CHUNK * heads * width), MOST_BLOCKS)
-
-
-def _pieces(query: jax.Array, value: jax.Array) -> list[int]:
-    """Where to cut rows."""
-    most = _most_chunks(query, value) * CHUNK
-    return list(range(most, value.shape[1], most))
 
 
 def delta_rule(
@@ -100,7 +86,7 @@ def delta_rule(
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H K V"]]:
     """See `api.delta_rule`: query, key and value in bfloat16, the rest computed in float32.
 
-    Rows are taken in as many pieces, one after the other, as keep the places in an array within 31 bits.
+    Rows of more than `MOST_BLOCKS` chunks are taken in pieces, one after the other.
 
     Keeps its arguments for the backward pass, sums of the decays in their place, two matrices [64, 64] a chunk and what
     its tokens read and write: four arrays like `value`. They are gone when the backward pass needs most memory.
@@ -118,7 +104,9 @@ def delta_rule(
     *arrays, starts, state = launcher.vary_together(*tokens, state)
     tokens = [*arrays, *_document_bounds(starts)]
     outputs = []
-    for piece in zip(*(jnp.split(array, _pieces(*arrays[:3:2]), axis=1) for array in tokens), strict=True):
+    most = MOST_BLOCKS * CHUNK
+    cuts = list(range(most, arrays[0].shape[1], most))
+    for piece in zip(*(jnp.split(array, cuts, axis=1) for array in tokens), strict=True):
         results: Any = _delta_rule(settings, *piece, state)
         outputs.append(results[0])
         state = results[1]
