@@ -254,12 +254,13 @@ def _pairs(
 
 def _parts_of_tokens(
     query_ref, key_ref, value_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref,
-    from_state_ref, from_value_ref, writing_ref, reading_ref, kept_ref,
+    from_state_ref, writing_ref, reading_ref, from_value_ref, kept_ref,
     *, block, interpret,
 ):  # fmt: skip
     dtype = key_ref.dtype
     pairs = _Pairs(first_ref, last_ref)
-    beta = beta_ref[...][:, None]
+    # Of beta and the inverse, as both are taken with keys and values.
+    by_token = (inverse_ref[...].astype(jnp.float32) * beta_ref[...][None]).astype(dtype)
 
     def finish_keys(columns, _):
         query, key = query_ref[:, columns].astype(jnp.float32), key_ref[:, columns].astype(jnp.float32)
@@ -267,7 +268,7 @@ def _parts_of_tokens(
         from_start = jnp.where(pairs.seen, _exp2(sums, interpret), 0)
         reading_ref[:, columns] = (query * from_start).astype(dtype)
         writing_ref[:, columns] = (key * jnp.where(pairs.writing, _exp2(end - sums, interpret), 0)).astype(dtype)
-        from_state_ref[:, columns] = dot(inverse_ref[...], (beta * from_start * key).astype(dtype)).astype(dtype)
+        from_state_ref[:, columns] = dot(by_token, (from_start * key).astype(dtype)).astype(dtype)
         kept = jnp.where(pairs.is_kept, _exp2(end, interpret), 0)
         if kept_ref.ndim == 1:
             kept_ref[columns] = kept.reshape(-1)
@@ -276,8 +277,7 @@ def _parts_of_tokens(
         return 0
 
     def finish_values(columns, _):
-        value = beta * value_ref[:, columns].astype(jnp.float32)
-        from_value_ref[:, columns] = dot(inverse_ref[...], value.astype(dtype)).astype(dtype)
+        from_value_ref[:, columns] = dot(by_token, value_ref[:, columns].astype(dtype)).astype(dtype)
         return 0
 
     _over_columns(key_ref, block, finish_keys)

@@ -1,8 +1,8 @@
 """Gradients of the delta rule with one decay a channel, chunk by chunk, in Pallas Mosaic GPU for Hopper.
 
-The same sums as `chunk_kernels.gradients`, letters and masks as there. One warpgroup copies what the next chunk needs
-while two others compute, each for half of the key channels; every product runs on tensor cores from shared memory or
-registers. Decays within a tile are told from its first token, so no token may be deeper there than `DEEPEST`.
+The same sums as `chunk_kernels.gradients`, letters and masks as there. One warpgroup copies results and what the next
+chunk needs while two others compute, each for half of the key channels; every product runs on tensor cores from shared
+memory or registers. Decays within a tile are told from its first token, so no token may be deeper there than `DEEPEST`.
 """
 
 import functools
@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
+from pallas_kernels.linear_attention import hopper_cores as cores
+from pallas_kernels.linear_attention import hopper_shared as shared
 from pallas_kernels.linear_attention import hopper_tiles as tiles
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK, DEEPEST, TILE_BITS
 from pallas_kernels.linear_attention.hopper_tiles import HALF
@@ -24,6 +26,7 @@ ANCHORS = (0, 16, 32, 48, 63)
 """Rows of a chunk whose sums of decays are read as such: tiles' first ones, and the last."""
 OUTPUT, SOLVED, WRITTEN = 0, 1, 2
 STATE_GRADIENT, STATE = 0, 1
+QUERY, KEY = 0, 1
 
 
 def reason_against(key_width: int, value_width: int) -> str | None:
@@ -34,9 +37,9 @@ def reason_against(key_width: int, value_width: int) -> str | None:
 class _Half:
     """One warpgroup's work on one chunk: the key channels of its half."""
 
-    def __init__(self, warpgroup, values, states, keys, sums, anchors, vectors, bounds, pairs, itself, end):
+    def __init__(self, warpgroup, values, states, keys, sums, anchors, scales, vectors, bounds, pairs, itself, end):
         self.warpgroup, self.values, self.states, self.keys = warpgroup, values, states, keys
-        self.sums, self.anchors, self.vectors, self.bounds = sums, anchors, vectors, bounds
+        self.sums, self.anchors, self.scales, self.vectors, self.bounds = sums, anchors, scales, vectors, bounds
         self.pairs, self.itself, self.end = pairs, itself, end
 
     def staging(self, number: int):
@@ -49,110 +52,115 @@ class _Half:
 
     def pair_matrices(self):
         """One half makes the gradient of P, the other that of L, and each its transpose."""
-        row = tiles.iota(0)
-        first, last = (tiles.down(tiles.row(self.bounds.at[number])) for number in range(2))
+        row, first = tiles.iota(0), tiles.down(shared.row(self.bounds.at[0]))
         sign = jnp.where(self.warpgroup == 0, jnp.float32(1), jnp.float32(-1))
-        own, written = self.values.at[self.warpgroup], self.values.at[WRITTEN]
-        matrix = tiles.product((own, tiles.turned(written))) * sign
-        self.pairs[self.warpgroup] = jnp.where(tiles.within(first, row - first), matrix, 0).astype(jnp.bfloat16)
+        matrix = cores.product((self.values.at[self.warpgroup], cores.turned(self.values.at[WRITTEN]))) * sign
 
         @pl.when(self.warpgroup == 0)
         def _():
-            self.itself[...] = jnp.sum(jnp.where(row == tiles.iota(1), matrix, 0), axis=1)
+            self.itself[...] = tiles.diagonal(matrix)
 
-        matrix = tiles.product((written, tiles.turned(own))) * sign
-        self.pairs[2 + self.warpgroup] = jnp.where(tiles.within(row + 1, last - row), matrix, 0).astype(jnp.bfloat16)
+        matrix = jnp.where(tiles.within(first, row - first), matrix, 0).astype(jnp.bfloat16)
+        self.pairs[self.warpgroup] = matrix
+        shared.store_turned(matrix, self.pairs.at[2 + self.warpgroup])
+
+    def spilled_sums(self) -> jax.Array:
+        """The sums of decays, which from now on lie as threads hold them."""
+        ref = self.sums.at[self.warpgroup]
+        sums = shared.matrix(ref)
+        cores.wait_for_warps()
+        shared.spill(sums, ref)
+        return sums
 
     def of_states(self, is_paired):
         """Gradients of key, sums ([64, 64] float32) and beta [64] by what crosses the chunk's ends.
 
-        That of query is kept aside.
+        That of query is put aside.
         """
-        is_seen = tiles.down(tiles.row(self.bounds.at[0])) < 0
-        is_writing = tiles.down(tiles.row(self.bounds.at[1])) == CHUNK - 1
+        is_seen = tiles.down(shared.row(self.bounds.at[0])) < 0
+        is_writing = tiles.down(shared.row(self.bounds.at[1])) == CHUNK - 1
         state, state_gradient = (self.states.at[kind, self.warpgroup] for kind in (STATE, STATE_GRADIENT))
         query, key = (self.keys.at[number, self.warpgroup] for number in range(2))
-        sums = self.sums.at[self.warpgroup]
 
-        def inner(start):
-            columns = pl.ds(start, HALF)
-            one, other = (tiles.matrix(ref.at[:, columns]).astype(jnp.float32) for ref in (state, state_gradient))
-            return jnp.sum(one * other, axis=1)
+        def products(lefts, right):
+            return cores.products([[(left, cores.turned(right))] for left in lefts], (HALF,) * len(lefts))
 
-        carried = inner(0) + inner(HALF)
-        end = tiles.row(self.anchors.at[self.warpgroup, ANCHORS.index(63)])
-        kept = jnp.where(self.bounds.at[0][CHUNK - 1] < 0, jnp.float32(1), jnp.float32(0)) * jnp.exp2(end)
-        self.end[self.warpgroup] = kept * carried
+        carried, leaving = products((state, self.values.at[WRITTEN]), state_gradient)
         # To the state that leaves.
-        leaving = tiles.product((self.values.at[WRITTEN], tiles.turned(state_gradient)))
-        key_gradient = jnp.where(is_writing, jnp.exp2(self.anchor(63) - tiles.matrix(sums)), 0) * leaving
-        leaving = tiles.matrix(key).astype(jnp.float32) * key_gradient
-        parts = [self.staging(number) for number in (0, 1)]
-        for ref, part in zip(parts, tiles.parts(leaving, 2), strict=True):
-            ref[...] = part
-        plgpu.commit_smem()
-        # Sums over tokens as a product with ones, all of whose rows are the same.
-        end_gradient = tiles.product(*((tiles.ones(), part) for part in parts))
-        end_gradient += tiles.across(launcher.load(self.end.at[self.warpgroup], tiles.column_layout()))
-        sums_gradient = jnp.where(tiles.iota(0) == CHUNK - 1, end_gradient, 0) - leaving
+        end = shared.row(self.anchors.at[self.warpgroup, ANCHORS.index(63)])
+        # Sums over the tokens of each tile, and what both states have in common.
+        end_gradients = self.end.at[self.warpgroup]
+        kept = jnp.where(self.bounds.at[0][CHUNK - 1] < 0, jnp.float32(1), jnp.float32(0)) * jnp.exp2(end)
+        end_gradients[4] = kept * tiles.diagonal(carried)
+        to_end = jnp.exp2(self.anchor(63) - self.spilled_sums())
+        key_gradient = jnp.where(is_writing, to_end, 0) * leaving
+        leaving = shared.wide(key) * key_gradient
+        tiles.sum_tiles(leaving, end_gradients.at[pl.ds(0, 4)])
         # From the state that enters.
-        from_state = tiles.product((self.values.at[SOLVED], tiles.turned(state)))
-        from_state = jnp.where(is_seen, jnp.exp2(tiles.matrix(sums)), 0) * from_state
-        by_key = tiles.matrix(key).astype(jnp.float32) * from_state
-        by_beta = -jnp.sum(by_key, axis=1)
-        beta = tiles.down(tiles.row(self.vectors.at[0]))
-        key_gradient -= beta * from_state
-        sums_gradient -= beta * by_key
-        query_gradient = tiles.product((self.values.at[OUTPUT], tiles.turned(state)))
+        from_state, query_gradient = products((self.values.at[SOLVED], self.values.at[OUTPUT]), state)
         plgpu.barrier_arrive(is_paired)
-        query_gradient = jnp.where(is_seen, jnp.exp2(tiles.matrix(sums)), 0) * query_gradient
-        sums_gradient += tiles.matrix(query).astype(jnp.float32) * query_gradient
+        from_start = jnp.where(is_seen, jnp.exp2(shared.spilled(self.sums.at[self.warpgroup])), 0)
+        from_state *= from_start
+        query_gradient *= from_start
+        beta = tiles.down(shared.row(self.vectors.at[0]))
+        key_gradient -= beta * from_state
+        by_key = shared.wide(key) * from_state
+        by_beta = -jnp.sum(by_key, axis=1)
+        sums_gradient = -leaving - beta * by_key
         plgpu.barrier_wait(is_paired)
-        itself = tiles.down(tiles.row(self.itself))
-        query_gradient += itself * tiles.matrix(key).astype(jnp.float32)
-        key_gradient += itself * tiles.matrix(query).astype(jnp.float32)
-        for ref, part in zip(self.kept_query_gradient(), tiles.parts(query_gradient, 2), strict=True):
-            ref[...] = part
+        itself = tiles.down(shared.row(self.itself))
+        query, key = shared.wide(query), shared.wide(key)
+        sums_gradient += query * query_gradient
+        query_gradient += itself * key
+        key_gradient += itself * query
+        # In the place of values that are no longer read: registers are scarce.
+        shared.spill(query_gradient, self.values.at[self.warpgroup])
         return key_gradient, sums_gradient, by_beta
 
-    def kept_query_gradient(self):
-        """Two parts, in the place of values that are no longer read: registers are scarce."""
-        return [self.values.at[self.warpgroup, :, pl.ds(start, HALF)] for start in (0, HALF)]
-
     def chosen(self, number: int, is_chosen: Callable[[int, int], bool]) -> jax.Array:
-        return tiles.choose_tiles(tiles.matrix(self.pairs.at[number]), is_chosen)
+        return tiles.choose_tiles(shared.matrix(self.pairs.at[number]), is_chosen)
 
     def of_tiles(self, *rows: int) -> jax.Array:
         """The sums of decays at the first tokens of the tiles `rows`, one for each tile."""
-        return tiles.rows_of_tiles(self.anchors.at[self.warpgroup], rows)
+        return shared.rows_of_tiles(self.anchors.at[self.warpgroup], rows)
 
-    def rescaling(self, after: Sequence[int], before: Sequence[int]) -> jax.Array:
-        return jnp.exp2(jnp.minimum(self.of_tiles(*after) - self.of_tiles(*before), 0))
+    def rescaled(self, totals: Sequence[jax.Array], rows: Sequence[int]) -> list[jax.Array]:
+        """Times what decays from one tile to a later one, told by a row of `scales` for each tile."""
+        scales = shared.rows_of_tiles(self.scales.at[self.warpgroup], rows)
+        return [total * scales for total in totals]
 
-    def over_late(self, number: int) -> jax.Array:
-        """Of each late token, sum over early ones as told from the first token of its tile."""
+    def over_late(self) -> list[jax.Array]:
+        """Of each late token, sums over early ones as told from the first token of its tile, of P and of L."""
 
         def apart(tile):
-            return self.chosen(number, lambda row, column: row > column and column == tile), self.staging(0)
+            return [
+                (self.chosen(number, lambda row, column: row > column), self.staging(0), (tile,)) for number in (0, 1)
+            ]
 
-        total = tiles.product(apart(0)) * self.rescaling((1, 1, 2, 2), (1, 1, 1, 1)) + tiles.product(apart(1))
-        within = self.chosen(number, lambda row, column: row == column), self.staging(1)
-        return total * self.rescaling((2, 2, 2, 3), (2, 2, 2, 2)) + tiles.product(apart(2), within)
+        def within(number):
+            return self.chosen(number, lambda row, column: row == column), self.staging(1)
+
+        totals = cores.products([[pair] for pair in apart(0)], (HALF, HALF))
+        totals = cores.accumulate(self.rescaled(totals, (0, 0, 2, 2)), [[pair] for pair in apart(1)])
+        factors = [[late, within(number)] for number, late in enumerate(apart(2))]
+        return cores.accumulate(self.rescaled(totals, (0, 0, 0, 3)), factors)
 
     def over_early(self) -> tuple[jax.Array, jax.Array]:
         """Of each early token, sums over late ones of later tiles, from the next tile's first token on; of its own."""
 
-        def product(is_chosen):
-            return tiles.product(*((self.chosen(number, is_chosen), self.staging(number)) for number in (2, 3)))
-
         def apart(tile):
-            return product(lambda row, column: row < column and column == tile)
+            pairs = ((self.chosen(number, lambda row, column: row < column), self.staging(number)) for number in (2, 3))
+            return [(*pair, (tile,)) for pair in pairs]
 
-        total = apart(3) * self.rescaling((3, 3, 2, 2), (2, 2, 2, 2)) + apart(2)
-        total = total * self.rescaling((2, 1, 1, 1), (1, 1, 1, 1)) + apart(1)
-        return total, product(lambda row, column: row == column)
+        def within():
+            return [(self.chosen(number, lambda row, column: row == column), self.staging(number)) for number in (2, 3)]
 
-    def of_pairs(self, gradients, finish_query):
+        total, near = cores.products([apart(3), within()], (HALF, HALF))
+        (total,) = cores.accumulate(self.rescaled([total], (3, 3, 0, 0)), [apart(2)])
+        (total,) = cores.accumulate(self.rescaled([total], (2, 0, 0, 0)), [apart(1)])
+        return total, near
+
+    def of_pairs(self, gradients, finish_query, is_paired):
         """What pairs of tokens add.
 
         A late token decays from the first of its tile (or document in it) on. An early one decays up to the first
@@ -160,65 +168,78 @@ class _Half:
         """
         key_gradient, sums_gradient, by_beta = gradients
         query, key = (self.keys.at[number, self.warpgroup] for number in range(2))
-        depth = self.sums.at[self.warpgroup]
-        sums = tiles.matrix(depth)
-        # The sum before a document's first token is zero.
-        is_first = tiles.down(tiles.row(self.bounds.at[0])) >= (tiles.iota(0) >> TILE_BITS << TILE_BITS)
-        depth[...] = jnp.where(is_first, 0, self.of_tiles(0, 1, 2, 3)) - sums
+        is_first = tiles.down(shared.row(self.bounds.at[0])) >= (tiles.iota(0) >> TILE_BITS << TILE_BITS)
 
-        def early():
-            start = jnp.where(is_first, 0, self.of_tiles(0, 1, 2, 3))
-            return jnp.exp2(jnp.minimum(self.of_tiles(1, 2, 3, 3) - start + tiles.matrix(depth), 0))
+        def start():
+            """The sum before a document's first token is zero."""
+            return jnp.where(is_first, 0, self.of_tiles(0, 1, 2, 3))
 
-        def late():
-            return jnp.exp2(-tiles.matrix(depth))
+        def early(sums):
+            return jnp.exp2(jnp.minimum(self.of_tiles(1, 2, 3, 3) - sums, 0))
 
-        def growing():
-            return jnp.exp2(jnp.minimum(tiles.matrix(depth), DEEPEST))
+        def late(depth):
+            return jnp.exp2(-depth)
+
+        def growing(depth):
+            return jnp.exp2(jnp.minimum(depth, DEEPEST))
 
         def staged(number):
-            return tiles.matrix(self.staging(number)).astype(jnp.float32)
+            return shared.wide(self.staging(number))
 
-        self.staging(0)[...] = (tiles.matrix(key).astype(jnp.float32) * early()).astype(jnp.bfloat16)
-        self.staging(1)[...] = (tiles.matrix(key).astype(jnp.float32) * growing()).astype(jnp.bfloat16)
-        factor = late()
-        self.staging(2)[...] = (tiles.matrix(query).astype(jnp.float32) * factor).astype(jnp.bfloat16)
-        beta = tiles.down(tiles.row(self.vectors.at[0]))
-        self.staging(3)[...] = (tiles.matrix(key).astype(jnp.float32) * factor * beta).astype(jnp.bfloat16)
+        depths = self.sums.at[self.warpgroup]
+        sums = shared.spilled(depths)
+        self.staging(0)[...] = (shared.wide(key) * early(sums)).astype(jnp.bfloat16)
+        depth = start() - sums
+        shared.spill(depth, depths)
+        self.staging(1)[...] = (shared.wide(key) * growing(depth)).astype(jnp.bfloat16)
+        factor = late(depth)
+        self.staging(2)[...] = (shared.wide(query) * factor).astype(jnp.bfloat16)
+        beta = tiles.down(shared.row(self.vectors.at[0]))
+        self.staging(3)[...] = (shared.wide(key) * factor * beta).astype(jnp.bfloat16)
+        # What decays from the second tile to the third, and from there to the last.
+        after, before = (
+            launcher.load(self.anchors.at[self.warpgroup, pl.ds(row, 2)], plgpu.Layout.WG_STRIDED((2, HALF), 1))
+            for row in (2, 1)
+        )
+        self.scales[self.warpgroup, pl.ds(2, 2)] = jnp.exp2(jnp.minimum(after - before, 0))
         plgpu.commit_smem()
         # A pair adds the same number to the sum of its late token and takes it from that of its early one, up to
         # float32's rounding, so that decays which do not lie between them get next to nothing.
-        by_query = self.over_late(0)
-        finish_query(late() * by_query)
-        sums_gradient += staged(2) * by_query
-        by_late_key = self.over_late(1)
-        sums_gradient += staged(3) * by_late_key
-        by_late_key *= late()
-        by_beta += jnp.sum(tiles.matrix(key).astype(jnp.float32) * by_late_key, axis=1)
+        by_query, by_late_key = self.over_late()
+        sums_gradient += staged(2) * by_query + staged(3) * by_late_key
+        factor = late(shared.spilled(depths))
+        finish_query(factor * by_query)
+        by_late_key *= factor
+        by_beta += jnp.sum(shared.wide(key) * by_late_key, axis=1)
         key_gradient += beta * by_late_key
         by_apart, by_near = self.over_early()
-        key_gradient += early() * by_apart + growing() * by_near
+        plgpu.barrier_arrive(is_paired)
+        depth = shared.spilled(depths)
+        key_gradient += early(start() - depth) * by_apart + growing(depth) * by_near
         sums_gradient -= staged(0) * by_apart + staged(1) * by_near
         return key_gradient, sums_gradient, by_beta
 
     def decay_gradient(self, sums_gradient):
         """Sums over the tokens that a token's decay reaches."""
-        for number, part in enumerate(tiles.parts(sums_gradient, 3)):
-            self.staging(number)[...] = part
+        sums_gradient = tiles.add_to_last_row(sums_gradient, self.end.at[self.warpgroup])
+        # In the place of pairs that are this half's to write, and of its key: of nothing that is loaded early.
+        places = self.pairs.at[self.warpgroup], self.pairs.at[2 + self.warpgroup], self.keys.at[KEY, self.warpgroup]
+        for place, part in zip(places, tiles.parts(sums_gradient, len(places)), strict=True):
+            place[...] = part
         plgpu.commit_smem()
         row = tiles.iota(0)
-        first, last = (tiles.down(tiles.row(self.bounds.at[number])) for number in range(2))
+        first, last = (tiles.down(shared.row(self.bounds.at[number])) for number in range(2))
         # The first token of a document decays nothing.
         mask = tiles.within(row, jnp.where(row > first, last - row + 1, 0))
         mask = jnp.where(mask, jnp.float32(1), jnp.float32(0)).astype(jnp.bfloat16)
-        return tiles.product(*((mask, self.staging(number)) for number in range(3)))
+        return cores.product(*((mask, place) for place in places))
 
 
 def gradients(query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, is_deep):
     """Gradients of query and key [B, S, H, K] bfloat16, of the decay [B, S, H, K] and, by keys, of beta [B, S, H].
 
-    The gradient of the decay takes the place of the sums; not in chunks that are deep (`is_deep` [B, N, H, 4] int32,
-    four times the same): their sums stay, and their other gradients are worthless.
+    The gradient of the decay takes the place of the sums; not in chunks that are deep (`is_deep` [B, N, H] int32):
+    their sums stay, and their other gradients are worthless.
     """
     batch, length, heads, _ = written.shape
     chunks, group = length // CHUNK, heads // query.shape[2]
@@ -229,9 +250,9 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
     def body(
         query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, is_deep,
         query_out, key_out, decay_out, beta_out,
-        *, values_smem, states_smem, keys_smem, sums_smem, anchors_smem, vectors_smem, bounds_smem, is_deep_smem,
-        pairs_smem, itself_smem, end_smem, values_in, states_in, keys_in, values_out, states_out, keys_out, is_paired,
-        is_unpaired,
+        *, values_smem, states_smem, keys_smem, sums_smem, anchors_smem, by_key_smem, scales_smem, vectors_smem,
+        bounds_smem, pairs_smem, itself_smem, end_smem, values_in, states_in, keys_in, values_out, states_out,
+        keys_out, is_paired,
     ):  # fmt: skip
         warpgroup, worker = lax.axis_index("warpgroup"), lax.axis_index("worker")
         steps = pl.cdiv(total - worker, workers)
@@ -241,109 +262,124 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
             head, rest = lax.rem(task, heads), task // heads
             return rest // chunks, lax.rem(rest, chunks), head
 
+        halves = [(half, pl.ds(half * HALF, HALF)) for half in range(2)]
+
+        def load_values_and_query(step):
+            row, chunk, head = place(step)
+            tokens = pl.ds(chunk * CHUNK, CHUNK)
+            for number, source in enumerate((output_gradient, solved, written)):
+                plgpu.copy_gmem_to_smem(source.at[row, tokens, head], values_smem.at[number], values_in)
+            for number, source in enumerate((first, last)):
+                target = bounds_smem.at[lax.rem(step, 2), number]
+                plgpu.copy_gmem_to_smem(source.at[row, tokens], target, values_in)
+
+            # Once the gradient that lies in its place has been read.
+            @pl.when(step > 0)
+            def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            for half, channels in halves:
+                source = query.at[row, tokens, head // group, channels]
+                plgpu.copy_gmem_to_smem(source, keys_smem.at[QUERY, half], values_in)
+
+        def load_states(step):
+            row, chunk, head = place(step)
+            for half, channels in halves:
+                for kind, source in enumerate((state_gradient, state)):
+                    target = states_smem.at[kind, half]
+                    plgpu.copy_gmem_to_smem(source.at[row, chunk, head, channels], target, states_in)
+
+        def load_key_and_sums(step):
+            row, chunk, head = place(step)
+            tokens = pl.ds(chunk * CHUNK, CHUNK)
+
+            @pl.when(step > 0)
+            def _():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            for half, channels in halves:
+                source = key.at[row, tokens, head // group, channels]
+                plgpu.copy_gmem_to_smem(source, keys_smem.at[KEY, half], keys_in)
+                plgpu.copy_gmem_to_smem(sums.at[row, tokens, head, channels], sums_smem.at[half], keys_in)
+                for number, anchor in enumerate(ANCHORS):
+                    source = sums.at[row, chunk * CHUNK + anchor, head, channels]
+                    plgpu.copy_gmem_to_smem(source, anchors_smem.at[half, number], keys_in)
+            plgpu.copy_gmem_to_smem(beta.at[row, head, tokens], vectors_smem.at[0], keys_in)
+
+        def store(step, source, target):
+            row, chunk, head = place(step)
+            tokens = pl.ds(chunk * CHUNK, CHUNK)
+            for half, channels in halves:
+                plgpu.copy_smem_to_gmem(source.at[half], target.at[row, tokens, head, channels])
+
+        def copy(step, _):
+            """Results of the chunk before are stored as soon as they lie where the next chunk's keys and sums will."""
+
+            @pl.when(step > 0)
+            def _():
+                plgpu.barrier_wait(values_out)
+                store(step - 1, keys_smem.at[QUERY], query_out)
+
+            pl.when(step < steps)(lambda: load_values_and_query(step))
+            pl.when(step > 0)(lambda: plgpu.barrier_wait(states_out))
+            pl.when(step < steps)(lambda: load_states(step))
+
+            @pl.when(step > 0)
+            def _():
+                row, chunk, head = place(step - 1)
+                is_near = is_deep[row, chunk, head] == 0
+                plgpu.barrier_wait(keys_out)
+                pl.when(is_near)(lambda: store(step - 1, sums_smem, decay_out))
+                store(step - 1, keys_smem.at[KEY], key_out)
+                for half in range(2):
+                    target = beta_out.at[half, row, head, pl.ds(chunk * CHUNK, CHUNK)]
+                    plgpu.copy_smem_to_gmem(by_key_smem.at[half], target)
+
+            pl.when(step < steps)(lambda: load_key_and_sums(step))
+            return ()
+
+        def compute(step, _):
+            plgpu.barrier_wait(values_in)
+            own = tiles.unknown(warpgroup, step)
+            half = _Half(
+                own, values_smem, states_smem, keys_smem, sums_smem, anchors_smem, scales_smem, vectors_smem,
+                bounds_smem.at[lax.rem(step, 2)], pairs_smem, itself_smem, end_smem,
+            )  # fmt: skip
+            half.pair_matrices()
+            plgpu.commit_smem()
+            plgpu.barrier_wait(states_in)
+            plgpu.barrier_wait(keys_in)
+            results = half.of_states(is_paired)
+
+            def finish_query(gradient):
+                keys_smem[QUERY, own] = (gradient + shared.spilled(values_smem.at[own])).astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(values_out)
+
+            key_gradient, sums_gradient, beta_gradient = half.of_pairs(results, finish_query, is_paired)
+            plgpu.barrier_arrive(states_out)
+            # The other half no longer reads the matrices of pairs.
+            plgpu.barrier_wait(is_paired)
+            sums_smem[own] = half.decay_gradient(sums_gradient)
+            # Tensor cores of other warps may still read what lies there.
+            cores.wait_for_warps()
+            keys_smem[KEY, own] = key_gradient.astype(jnp.bfloat16)
+            by_key_smem[own] = beta_gradient
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(keys_out)
+            return ()
+
         @pl.when(warpgroup == 2)
         def _():
             plgpu.set_max_registers(24, action="decrease")
-
-            def load(step, _):
-                row, chunk, head = place(step)
-                tokens = pl.ds(chunk * CHUNK, CHUNK)
-
-                @pl.when(step > 0)
-                def _():
-                    plgpu.barrier_wait(values_out)
-
-                for number, source in enumerate((output_gradient, solved, written)):
-                    plgpu.copy_gmem_to_smem(source.at[row, tokens, head], values_smem.at[number], values_in)
-                for number, source in enumerate((first, last)):
-                    target = bounds_smem.at[lax.rem(step, 2), number]
-                    plgpu.copy_gmem_to_smem(source.at[row, tokens], target, values_in)
-
-                @pl.when(step > 0)
-                def _():
-                    plgpu.barrier_wait(states_out)
-
-                for half in range(2):
-                    channels = pl.ds(half * HALF, HALF)
-                    for kind, source in enumerate((state_gradient, state)):
-                        target = states_smem.at[kind, half]
-                        plgpu.copy_gmem_to_smem(source.at[row, chunk, head, channels], target, states_in)
-
-                @pl.when(step > 0)
-                def _():
-                    plgpu.barrier_wait(keys_out)
-
-                for half in range(2):
-                    channels = pl.ds(half * HALF, HALF)
-                    for number, source in enumerate((query, key)):
-                        plgpu.copy_gmem_to_smem(
-                            source.at[row, tokens, head // group, channels], keys_smem.at[number, half], keys_in
-                        )
-                    plgpu.copy_gmem_to_smem(sums.at[row, tokens, head, channels], sums_smem.at[half], keys_in)
-                    for number, anchor in enumerate(ANCHORS):
-                        source = sums.at[row, chunk * CHUNK + anchor, head, channels]
-                        plgpu.copy_gmem_to_smem(source, anchors_smem.at[half, number], keys_in)
-                plgpu.copy_gmem_to_smem(beta.at[row, head, tokens], vectors_smem.at[0], keys_in)
-                plgpu.copy_gmem_to_smem(is_deep.at[row, chunk, head], is_deep_smem, keys_in)
-                return ()
-
-            lax.fori_loop(0, steps, load, ())
-            for emptied in (values_out, states_out, keys_out):
-                plgpu.barrier_wait(emptied)
+            lax.fori_loop(0, steps + 1, copy, ())
+            plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup < 2)
         def _():
             plgpu.set_max_registers(240, action="increase")
-
-            def compute(step, _):
-                row, chunk, head = place(step)
-                tokens, channels = pl.ds(chunk * CHUNK, CHUNK), pl.ds(warpgroup * HALF, HALF)
-
-                @pl.when(step > 0)
-                def _():
-                    plgpu.barrier_wait(is_unpaired)
-
-                plgpu.barrier_wait(values_in)
-                own = tiles.unknown(warpgroup, step)
-                half = _Half(
-                    own, values_smem, states_smem, keys_smem, sums_smem, anchors_smem, vectors_smem,
-                    bounds_smem.at[lax.rem(step, 2)], pairs_smem, itself_smem, end_smem,
-                )  # fmt: skip
-                half.pair_matrices()
-                plgpu.commit_smem()
-                plgpu.barrier_wait(states_in)
-                plgpu.barrier_wait(keys_in)
-                results = half.of_states(is_paired)
-
-                def finish_query(gradient):
-                    for part in half.kept_query_gradient():
-                        gradient += tiles.matrix(part).astype(jnp.float32)
-                    plgpu.barrier_arrive(values_out)
-                    keys_smem[0, own] = gradient.astype(jnp.bfloat16)
-
-                key_gradient, sums_gradient, beta_gradient = half.of_pairs(results, finish_query)
-                plgpu.barrier_arrive(is_unpaired)
-                decay_gradient = half.decay_gradient(sums_gradient)
-                plgpu.barrier_arrive(states_out)
-                beta_out[own, row, head, tokens] = beta_gradient
-                sums_smem[own] = decay_gradient
-                keys_smem[1, own] = key_gradient.astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                is_near, result = is_deep_smem[0] == 0, sums_smem.at[own]
-                target = decay_out.at[row, tokens, head, channels]
-                if launcher.is_simulated():  # which never ends with a predicate
-                    pl.when(is_near)(lambda: plgpu.copy_smem_to_gmem(result, target))
-                else:  # A branch makes the loop too long for the instruction cache.
-                    plgpu.copy_smem_to_gmem(result, target, is_near)
-                plgpu.copy_smem_to_gmem(keys_smem.at[0, own], query_out.at[row, tokens, head, channels])
-                plgpu.copy_smem_to_gmem(keys_smem.at[1, own], key_out.at[row, tokens, head, channels])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(keys_out)
-                return ()
-
+            scales_smem[warpgroup, pl.ds(0, 2)] = jnp.ones((2, HALF), jnp.float32)
             lax.fori_loop(0, steps, compute, ())
-            plgpu.barrier_wait(is_unpaired)
-            plgpu.wait_smem_to_gmem(0)
 
     wide = (batch, length, heads, WIDTH)
     outputs = [jax.ShapeDtypeStruct(wide, jnp.bfloat16)] * 2
@@ -359,20 +395,20 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
             "keys_smem": buffer((2, 2, CHUNK, HALF)),
             "sums_smem": launcher.swizzled((2, CHUNK, HALF), jnp.float32),
             "anchors_smem": plgpu.SMEM((2, len(ANCHORS), HALF), jnp.float32),
+            "by_key_smem": plgpu.SMEM((2, CHUNK), jnp.float32),
+            "scales_smem": plgpu.SMEM((2, 4, HALF), jnp.float32),
             "vectors_smem": plgpu.SMEM((1, CHUNK), jnp.float32),
             "bounds_smem": plgpu.SMEM((2, 2, CHUNK), jnp.int32),
-            "is_deep_smem": plgpu.SMEM((4,), jnp.int32),
             "pairs_smem": buffer((4, CHUNK, CHUNK)),
             "itself_smem": plgpu.SMEM((CHUNK,), jnp.float32),
-            "end_smem": plgpu.SMEM((2, HALF), jnp.float32),
-            "values_in": plgpu.Barrier(num_arrivals=5),
+            "end_smem": plgpu.SMEM((2, 5, HALF), jnp.float32),
+            "values_in": plgpu.Barrier(num_arrivals=7),
             "states_in": plgpu.Barrier(num_arrivals=4),
-            "keys_in": plgpu.Barrier(num_arrivals=2 * (3 + len(ANCHORS)) + 2),
+            "keys_in": plgpu.Barrier(num_arrivals=2 * (2 + len(ANCHORS)) + 1),
             "values_out": plgpu.Barrier(num_arrivals=2),
             "states_out": plgpu.Barrier(num_arrivals=2),
             "keys_out": plgpu.Barrier(num_arrivals=2),
             "is_paired": plgpu.Barrier(num_arrivals=2),
-            "is_unpaired": plgpu.Barrier(num_arrivals=2),
         },
         name="key_gradients",
         in_place={2: 2},  # of the sums, whose buffer is one of the largest

@@ -6,7 +6,10 @@ ahead. The state is held transposed, [64, 128]: value channels are rows. What a 
 left factor of the next one, and the chain from chunk to chunk never passes through shared memory.
 """
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
+from pallas_kernels.linear_attention import hopper_cores as cores
+from pallas_kernels.linear_attention import hopper_shared as shared
 from pallas_kernels.linear_attention import hopper_tiles as tiles
 from pallas_kernels.linear_attention.hopper_tiles import HALF
 
@@ -27,15 +32,12 @@ REGISTERS = 208, 168
 AHEAD = 3
 """Chunks for which what the state waits for is held; with two, loads are waited for."""
 
+GIVEN = 2
+"""Chunks of which what the state gives is held for another warpgroup."""
+
 
 def half_of(half: int):
     return pl.ds(half * HALF, HALF)
-
-
-def wait_unless_first(step, barrier) -> None:
-    @pl.when(step > 0)
-    def _():
-        plgpu.barrier_wait(barrier)
 
 
 class Ring:
@@ -47,27 +49,49 @@ class Ring:
     def slot(self, step):
         return lax.rem(step, self.count)
 
-    def fill(self, step, chunks: int, copies: Callable) -> None:
-        """Start `copies(slot, barrier)` once the slot is empty; nothing behind the last chunk."""
+    def fill(self, step, chunks: int, copies: Callable, leave: Callable | None = None) -> None:
+        """Start `copies(slot, barrier)` once the slot is empty; nothing behind the last chunk.
+
+        `leave(chunk, slot)` stores what has been written to a slot before it is filled anew.
+        """
         slot = self.slot(step)
 
         @pl.when((step >= self.count) & (step < chunks))
         def _():
-            plgpu.barrier_wait(self.emptied.at[slot])
+            self._wait_emptied(slot)
+            if leave is not None:
+                cores.acquire()
+                leave(step - self.count, slot)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when((step >= 0) & (step < chunks))
         def _():
             copies(slot, self.filled.at[slot])
 
+    def give(self, step, write: Callable) -> None:
+        """Once the slot is empty, `write(slot)` from registers for another warpgroup, which waits and then acquires."""
+        slot = self.slot(step)
+        pl.when(step >= self.count)(lambda: self._wait_emptied(slot))
+        write(slot)
+        plgpu.barrier_arrive(self.filled.at[slot])
+
     def wait(self, step) -> None:
         plgpu.barrier_wait(self.filled.at[self.slot(step)])
+
+    def _wait_emptied(self, slot) -> None:
+        plgpu.barrier_wait(self.emptied.at[slot])
 
     def release(self, step) -> None:
         plgpu.barrier_arrive(self.emptied.at[self.slot(step)])
 
-    def drain(self, chunks: int) -> None:
+    def drain(self, chunks: int, leave: Callable | None = None) -> None:
         for step in range(max(chunks - self.count, 0), chunks):
-            plgpu.barrier_wait(self.emptied.at[step % self.count])
+            self._wait_emptied(step % self.count)
+            if leave is not None:
+                cores.acquire()
+                leave(step, step % self.count)
+        if leave is not None:
+            plgpu.wait_smem_to_gmem(0)
 
 
 def place_of(heads: int):
@@ -94,29 +118,68 @@ def write_state(halves, target) -> None:
 
 def kept_by(kept_ref, half: int) -> jax.Array:
     """How much of each key channel a chunk keeps, for all value channels."""
-    return tiles.row_across(kept_ref, half)
+    return shared.row_across(kept_ref, half)
 
 
 def kept_of_channels(kept: jax.Array) -> jax.Array:
     return kept if kept.ndim == 4 else jnp.broadcast_to(kept[..., None], (*kept.shape, WIDTH))
 
 
-def launch(body, arguments, outputs, heads: int, *, scratch, barriers, name: str, in_place=None):
-    """One block a row, head and half of the value channels; scratch and barriers as `body` names them."""
-    rows = arguments[0].shape[0]
-    barriers = {
-        key: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count) for key, (arrivals, count) in barriers.items()
-    }
-    return launcher.launch(
+class Scan(NamedTuple):
+    """What one scan reads and writes, and what a warpgroup does: `body(warpgroup, *arguments, *outputs, **scratch)`."""
+
+    body: Callable[..., None]
+    arguments: Sequence[jax.Array]
+    outputs: Sequence[jax.ShapeDtypeStruct]
+    scratch: Mapping[str, Any]
+    barriers: Mapping[str, tuple[int, int]]
+    """How often each is arrived at, and how many there are."""
+    in_place: Mapping[int, int] = {}
+    """Places of arguments whose memory outputs take, and of these."""
+    finish: Callable[..., tuple[jax.Array, ...]] = lambda *outputs: outputs
+    """Makes results of the outputs."""
+
+    def run(self, warpgroup: jax.Array, *refs: Any) -> None:
+        barriers = {
+            name: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+            for name, (arrivals, count) in self.barriers.items()
+        }
+        # Allocated here, scans of one launch take the same memory.
+        body = functools.partial(self.body, warpgroup, *refs)
+        pl.run_scoped(body, collective_axes="warpgroup", **self.scratch, **barriers)
+
+
+def launch(name: str, *scans: Scan) -> list[tuple[jax.Array, ...]]:
+    """Results of scans side by side, the longest first: one block a scan, row, head and half of the value channels."""
+    rows, _, heads, _ = scans[0].arguments[0].shape
+    num_read, num_written = [len(scan.arguments) for scan in scans], [len(scan.outputs) for scan in scans]
+
+    def body(*refs):
+        warpgroup, own = lax.axis_index("warpgroup"), lax.axis_index("scan")
+        read, written = _split(refs, num_read), _split(refs[sum(num_read) :], num_written)
+        for number, scan in enumerate(scans):
+            pl.when(own == number)(functools.partial(scan.run, warpgroup, *read[number], *written[number]))
+
+    outputs = launcher.launch(
         body,
-        arguments,
-        outputs,
-        scratch=scratch | barriers,
+        [argument for scan in scans for argument in scan.arguments],
+        [output for scan in scans for output in scan.outputs],
+        scratch={},
         name=name,
-        in_place=in_place,
+        in_place={
+            sum(num_read[:number]) + argument: sum(num_written[:number]) + output
+            for number, scan in enumerate(scans)
+            for argument, output in scan.in_place.items()
+        },
         reduction_bytes=0,
-        grid=(rows * heads * 2,),
-        grid_names=("task",),
+        grid=(len(scans), rows * heads * 2),
+        grid_names=("scan", "task"),
         num_threads=3,
         thread_name="warpgroup",
     )
+    return [scan.finish(*results) for scan, results in zip(scans, _split(outputs, num_written), strict=True)]
+
+
+def _split(sequence: Sequence, lengths: Sequence[int]) -> list[Sequence]:
+    ends = itertools.accumulate(lengths)
+    return [sequence[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -14,12 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
+from pallas_kernels.linear_attention import hopper_cores as cores
+from pallas_kernels.linear_attention import hopper_shared as shared
 from pallas_kernels.linear_attention import hopper_tiles as tiles
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
-from pallas_kernels.linear_attention.hopper import OUTPUT, SOLVED, STATE, STATE_GRADIENT, WIDTH, WRITTEN
+from pallas_kernels.linear_attention.hopper import KEY, OUTPUT, QUERY, SOLVED, STATE, STATE_GRADIENT, WIDTH, WRITTEN
 from pallas_kernels.linear_attention.hopper_tiles import HALF
 
-QUERY, KEY = 0, 1
 SUMS, BETA = 0, 1
 LOW = WRITTEN + 1
 """Behind the high part of what tokens write, whose products' sums cancel."""
@@ -41,72 +42,72 @@ class _Half:
         self.vectors, self.bounds = vectors, bounds
 
     def vector(self, number: int) -> jax.Array:
-        return tiles.row(self.vectors.at[number])
+        return shared.row(self.vectors.at[number])
 
     def bound(self, number: int) -> jax.Array:
-        return tiles.row(self.bounds.at[number])
+        return shared.row(self.bounds.at[number])
 
     def pair_matrices(self) -> None:
         """The gradient of P, by one half, or of L, by the other, times the decay of each pair."""
         row, first = tiles.iota(0), tiles.down(self.bound(0))
         sign = jnp.where(self.own == 0, jnp.float32(1), jnp.float32(-1))
-        parts = (tiles.turned(self.values.at[number]) for number in (WRITTEN, LOW))
-        matrix = tiles.product(*((self.values.at[self.own], part) for part in parts)) * sign
+        parts = (cores.turned(self.values.at[number]) for number in (WRITTEN, LOW))
+        matrix = cores.product(*((self.values.at[self.own], part) for part in parts)) * sign
 
         @pl.when(self.own == 0)
         def _():
             # A token reads itself, without decay.
-            self.itself[...] = _sum(jnp.where(row == tiles.iota(1), matrix, 0))
+            self.itself[...] = tiles.diagonal(matrix)
 
-        matrix *= jnp.exp2(tiles.down(self.vector(SUMS)) - tiles.row_across(self.vectors, SUMS))
+        matrix *= jnp.exp2(tiles.down(self.vector(SUMS)) - shared.row_across(self.vectors, SUMS))
         self.pairs[self.own] = jnp.where(tiles.within(first, row - first), matrix, 0).astype(jnp.bfloat16)
 
     def of_states(self) -> tuple[jax.Array, ...]:
         """Gradients of query and key [64, 64], sums and beta [64] by what crosses the chunk's ends."""
-        key, query = (tiles.matrix(ref).astype(jnp.float32) for ref in (self.key, self.query))
         sums, beta = self.vector(SUMS), self.vector(BETA)
         end = self.vectors[SUMS, CHUNK - 1]
+
+        def products(sums_of, right):
+            factors = [[(left, cores.turned(right)) for left in lefts] for lefts in sums_of]
+            return cores.products(factors, (HALF,) * len(factors))
+
         # To the state that leaves.
-        to_end = jnp.where(tiles.down(self.bound(1)) == CHUNK - 1, jnp.exp2(end - tiles.down(sums)), 0)
-        parts = (self.values.at[number] for number in (WRITTEN, LOW))
-        key_gradient = tiles.product(*((part, tiles.turned(self.state_gradient)) for part in parts)) * to_end
+        written = [self.values.at[number] for number in (WRITTEN, LOW)]
+        key_gradient, carried = products((written, [self.state]), self.state_gradient)
+        key = shared.wide(self.key)
+        key_gradient *= jnp.where(tiles.down(self.bound(1)) == CHUNK - 1, jnp.exp2(end - tiles.down(sums)), 0)
         leaving = _sum(key * key_gradient)
-
-        def carried(start):
-            columns = pl.ds(start, HALF)
-            refs = self.state.at[:, columns], self.state_gradient.at[:, columns]
-            one, other = (tiles.matrix(ref).astype(jnp.float32) for ref in refs)
-            return _sum(one * other)
-
         kept = jnp.where(self.bounds[0, CHUNK - 1] < 0, jnp.float32(1), jnp.float32(0)) * jnp.exp2(end)
-        self.summed[1] = leaving + kept * (carried(0) + carried(HALF))
+        self.summed[1] = leaving + kept * tiles.diagonal(carried)
         # From the state that enters.
+        lefts = [[self.values.at[number]] for number in (SOLVED, OUTPUT)]
+        from_state, query_gradient = products(lefts, self.state)
         from_start = jnp.where(tiles.down(self.bound(0)) < 0, jnp.exp2(tiles.down(sums)), 0)
-        from_state = tiles.product((self.values.at[SOLVED], tiles.turned(self.state))) * from_start
+        from_state *= from_start
+        query_gradient *= from_start
         by_key = _sum(key * from_state)
         key_gradient -= tiles.down(beta) * from_state
-        query_gradient = tiles.product((self.values.at[OUTPUT], tiles.turned(self.state))) * from_start
-        sums_gradient = _sum(query * query_gradient) - leaving - beta * by_key
+        sums_gradient = _sum(shared.wide(self.query) * query_gradient) - leaving - beta * by_key
         self.scaled[...] = (key * tiles.down(beta)).astype(jnp.bfloat16)
         return query_gradient, key_gradient, sums_gradient, -by_key
 
     def of_pairs(self, query_gradient, key_gradient, sums_gradient, beta_gradient) -> tuple[jax.Array, ...]:
         """Pairs added: the same number to the sum of the late token as is taken from that of the early one."""
         products, lower = self.pairs.at[0], self.pairs.at[1]
-        by_query = tiles.product((products, self.key))
+        factors = (
+            [(products, self.key)],
+            [(lower, self.key)],
+            [(cores.turned(products), self.query), (cores.turned(lower), self.scaled)],
+        )
+        by_query, by_late_key, by_early_key = cores.products(factors, (HALF,) * len(factors))
+        query, key = shared.wide(self.query), shared.wide(self.key)
         query_gradient += by_query
-        sums_gradient += _sum(tiles.matrix(self.query).astype(jnp.float32) * by_query)
-        by_late_key = tiles.product((lower, self.key))
-        sums_gradient += _sum(tiles.matrix(self.scaled).astype(jnp.float32) * by_late_key)
-        key = tiles.matrix(self.key).astype(jnp.float32)
+        sums_gradient += _sum(query * by_query + shared.wide(self.scaled) * by_late_key - key * by_early_key)
         beta_gradient += _sum(key * by_late_key)
-        key_gradient += tiles.down(self.vector(BETA)) * by_late_key
-        by_early_key = tiles.product((tiles.turned(products), self.query), (tiles.turned(lower), self.scaled))
-        key_gradient += by_early_key
-        sums_gradient -= _sum(key * by_early_key)
-        itself = tiles.down(tiles.row(self.itself))
+        key_gradient += tiles.down(self.vector(BETA)) * by_late_key + by_early_key
+        itself = tiles.down(shared.row(self.itself))
         query_gradient += itself * key
-        key_gradient += itself * tiles.matrix(self.query).astype(jnp.float32)
+        key_gradient += itself * query
         return query_gradient, key_gradient, sums_gradient, beta_gradient
 
     def decay_gradient(self, sums_gradient) -> jax.Array:
@@ -114,8 +115,8 @@ class _Half:
         self.summed[0] = sums_gradient
         plgpu.commit_smem()
         row, first, last = tiles.iota(0), tiles.down(self.bound(0)), tiles.down(self.bound(1))
-        total = tiles.down(_sum(tiles.row_across(self.summed, 1)))
-        sums_gradient = tiles.row_across(self.summed, 0) + jnp.where(tiles.iota(1) == CHUNK - 1, total, 0)
+        total = tiles.down(_sum(shared.row_across(self.summed, 1)))
+        sums_gradient = shared.row_across(self.summed, 0) + jnp.where(tiles.iota(1) == CHUNK - 1, total, 0)
         # The first token of a document decays nothing.
         is_reached = tiles.within(row, jnp.where(row > first, last - row + 1, 0))
         return _sum(jnp.where(is_reached, sums_gradient, 0))
@@ -138,7 +139,7 @@ def gradients(
         query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, low_written,
         query_out, key_out, decay_out, beta_out,
         *, values_smem, states_smem, keys_smem, vectors_smem, bounds_smem, pairs_smem, itself_smem, scaled_smem,
-        summed_smem, values_in, states_in, values_out, states_out, keys_out, is_paired, is_unpaired,
+        summed_smem, results_smem, values_in, states_in, values_out, states_out, keys_out, is_paired,
     ):  # fmt: skip
         warpgroup, worker = lax.axis_index("warpgroup"), lax.axis_index("worker")
         steps = pl.cdiv(total - worker, workers)
@@ -149,38 +150,58 @@ def gradients(
             chunk = lax.rem(rest, chunks)
             return rest // chunks, chunk, head, pl.ds(chunk * CHUNK, CHUNK)
 
-        def wait_unless_first(step, barrier):
-            @pl.when(step > 0)
-            def _():
-                plgpu.barrier_wait(barrier)
+        halves = [(half, pl.ds(half * HALF, HALF)) for half in range(2)]
 
-        def load(step, _):
-            row, chunk, head, tokens = place(step)
-            halves = [pl.ds(half * HALF, HALF) for half in range(2)]
+        def load_values(step):
+            row, _, head, tokens = place(step)
             slot = lax.rem(step, 2)
-            wait_unless_first(step, values_out)
             for number, source in enumerate((output_gradient, solved, written, low_written)):
                 plgpu.copy_gmem_to_smem(source.at[row, tokens, head], values_smem.at[number], values_in)
             for number, source in enumerate((sums, beta)):
                 plgpu.copy_gmem_to_smem(source.at[row, head, tokens], vectors_smem.at[slot, number], values_in)
             for number, source in enumerate((first, last)):
                 plgpu.copy_gmem_to_smem(source.at[row, tokens], bounds_smem.at[slot, number], values_in)
-            wait_unless_first(step, states_out)
-            for half, channels in enumerate(halves):
+
+        def load_states(step):
+            row, chunk, head, _ = place(step)
+            for half, channels in halves:
                 for kind, source in enumerate((state_gradient, state)):
                     target = states_smem.at[kind, half]
                     plgpu.copy_gmem_to_smem(source.at[row, chunk, head, channels], target, states_in)
-            wait_unless_first(step, keys_out)
-            for half, channels in enumerate(halves):
+
+        def load_keys(step):
+            row, _, head, tokens = place(step)
+            # Once the gradients that lie in their place have been read.
+            pl.when(step > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+            for half, channels in halves:
                 for number, source in enumerate((query, key)):
                     target = keys_smem.at[number, half]
                     plgpu.copy_gmem_to_smem(source.at[row, tokens, head // group, channels], target, states_in)
+
+        def store(step):
+            row, _, head, tokens = place(step)
+            for half, channels in halves:
+                for number, target in enumerate((query_out, key_out)):
+                    plgpu.copy_smem_to_gmem(keys_smem.at[number, half], target.at[row, tokens, head, channels])
+                for number, target in enumerate((decay_out, beta_out)):
+                    plgpu.copy_smem_to_gmem(results_smem.at[number, half], target.at[half, row, head, tokens])
+
+        def copy(step, _):
+            """What the next chunk needs replaces what the last one has read, or the results that it has left there."""
+
+            def once_emptied(barrier, then):
+                pl.when(step > 0)(lambda: plgpu.barrier_wait(barrier))
+                pl.when(step < steps)(then)
+
+            once_emptied(values_out, lambda: load_values(step))
+            once_emptied(states_out, lambda: load_states(step))
+            pl.when(step > 0)(lambda: plgpu.barrier_wait(keys_out))
+            pl.when(step > 0)(lambda: store(step - 1))
+            pl.when(step < steps)(lambda: load_keys(step))
             return ()
 
         def compute(step, _):
-            row, _, head, tokens = place(step)
-            channels, slot = pl.ds(warpgroup * HALF, HALF), lax.rem(step, 2)
-            wait_unless_first(step, is_unpaired)
+            slot = lax.rem(step, 2)
             plgpu.barrier_wait(values_in)
             own = tiles.unknown(warpgroup, step)
             half = _Half(
@@ -197,31 +218,27 @@ def gradients(
             plgpu.barrier_arrive(states_out)
             plgpu.barrier_wait(is_paired)
             query_gradient, key_gradient, sums_gradient, beta_gradient = half.of_pairs(*results)
-            plgpu.barrier_arrive(is_unpaired)
-            decay_out[own, row, head, tokens] = half.decay_gradient(sums_gradient)
-            beta_out[own, row, head, tokens] = beta_gradient
+            plgpu.barrier_arrive(is_paired)
+            results_smem[0, own] = half.decay_gradient(sums_gradient)
+            results_smem[1, own] = beta_gradient
             keys_smem[QUERY, own] = query_gradient.astype(jnp.bfloat16)
             keys_smem[KEY, own] = key_gradient.astype(jnp.bfloat16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(keys_smem.at[QUERY, own], query_out.at[row, tokens, head, channels])
-            plgpu.copy_smem_to_gmem(keys_smem.at[KEY, own], key_out.at[row, tokens, head, channels])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(keys_out)
+            # The other half no longer reads the matrices of pairs.
+            plgpu.barrier_wait(is_paired)
             return ()
 
         @pl.when(warpgroup < 2)
         def _():
             plgpu.set_max_registers(240, action="increase")
             lax.fori_loop(0, steps, compute, ())
-            plgpu.barrier_wait(is_unpaired)
-            plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == 2)
         def _():
             plgpu.set_max_registers(24, action="decrease")
-            lax.fori_loop(0, steps, load, ())
-            for emptied in (values_out, states_out, keys_out):
-                plgpu.barrier_wait(emptied)
+            lax.fori_loop(0, steps + 1, copy, ())
+            plgpu.wait_smem_to_gmem(0)
 
     wide, of_halves = (batch, length, heads, WIDTH), (2, batch, heads, length)
     outputs = [jax.ShapeDtypeStruct(wide, jnp.bfloat16)] * 2 + [jax.ShapeDtypeStruct(of_halves, jnp.float32)] * 2
@@ -239,13 +256,11 @@ def gradients(
             "pairs_smem": buffer((2, CHUNK, CHUNK)),
             "itself_smem": plgpu.SMEM((CHUNK,), jnp.float32),
             "scaled_smem": buffer((2, CHUNK, HALF)),
+            "results_smem": plgpu.SMEM((2, 2, CHUNK), jnp.float32),
             "summed_smem": plgpu.SMEM((2, 2, CHUNK), jnp.float32),
             "values_in": plgpu.Barrier(num_arrivals=8),
             "states_in": plgpu.Barrier(num_arrivals=8),
-            **{
-                name: plgpu.Barrier(num_arrivals=2)
-                for name in ("values_out", "states_out", "keys_out", "is_paired", "is_unpaired")
-            },
+            **{name: plgpu.Barrier(num_arrivals=2) for name in ("values_out", "states_out", "keys_out", "is_paired")},
         },
         name="key_gradients_scalar",
         grid=(workers,),

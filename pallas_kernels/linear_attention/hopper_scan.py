@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
+from pallas_kernels.linear_attention import hopper_cores as cores
+from pallas_kernels.linear_attention import hopper_shared as shared
 from pallas_kernels.linear_attention import hopper_tiles as tiles
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
 from pallas_kernels.linear_attention.hopper_carry import (
@@ -20,40 +22,41 @@ from pallas_kernels.linear_attention.hopper_carry import (
     BESIDE,
     CARRYING,
     COPYING,
+    GIVEN,
     HALVES,
     REGISTERS,
     WIDTH,
     Ring,
+    Scan,
     half_of,
     kept_by,
     kept_of_channels,
-    launch,
     place_of,
     read_state,
     turned,
-    wait_unless_first,
     write_state,
 )
 from pallas_kernels.linear_attention.hopper_tiles import HALF
 
-BEHIND = 3
+BEHIND = 2
 """Chunks for which what waits for the state is held."""
 
 
-def scan(from_state, from_value, reading, writing, kept, products, state, *, keep_states: bool):
-    """Output [B, S, H, V] and last state; or the states that enter chunks [B, N, H, K, V] and what tokens write."""
+def scan(from_state, from_value, reading, writing, kept, products, state, *, keep_states: bool = False) -> Scan:
+    """Gives output [B, S, H, V] and last state; or states that enter chunks [B, N, H, K, V] and what tokens write."""
     batch, length, heads, _ = from_value.shape
     chunks, ahead = length // CHUNK, AHEAD + keep_states  # as many as memory holds
     narrow, wide = jnp.bfloat16, jnp.float32
 
     def body(
-        from_state, from_value, writing, kept, state, *refs,
+        warpgroup, from_state, from_value, writing, kept, state, *refs,
         from_state_smem, from_value_smem, writing_smem, kept_smem, narrow_smem, written_smem, negative_smem,
         carry_in, carry_out, narrow_in, narrow_out, written_in, written_out, output_in, output_out,
         reading_smem: Any = None, products_smem: Any = None,
     ):  # fmt: skip
-        warpgroup, (row, head, columns) = lax.axis_index("warpgroup"), place_of(heads)
+        (row, head, columns) = place_of(heads)
         carrying, giving = Ring(ahead, carry_in, carry_out), Ring(BEHIND, output_in, output_out)
+        states, writes = Ring(GIVEN, narrow_in, narrow_out), Ring(GIVEN, written_in, written_out)
         *of_output_refs, first_out, second_out = refs
 
         def tokens(chunk):
@@ -78,65 +81,65 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
 
             carrying.fill(step, chunks, of_carry)
             if not keep_states:
-                giving.fill(step - 1, chunks, of_output)
+                giving.fill(step - 1, chunks, of_output, leave)
             return ()
+
+        def leave(chunk, slot):
+            plgpu.copy_smem_to_gmem(products_smem.at[slot], first_out.at[row, tokens(chunk), head, columns])
 
         def carry(chunk, halves):
             slot = carrying.slot(chunk)
             state = [half.astype(narrow) for half in halves]
 
-            def give_state():
-                if keep_states:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                else:
-                    wait_unless_first(chunk, narrow_out)
+            def give_state(slot):
                 for half in HALVES:
-                    tiles.store_turned(state[half], narrow_smem.at[half])
-                plgpu.commit_smem()
-                if not keep_states:
-                    plgpu.barrier_arrive(narrow_in)
-                    return
-                for half in HALVES:
-                    target = first_out.at[row, chunk, head, half_of(half), columns]
-                    plgpu.copy_smem_to_gmem(narrow_smem.at[half], target)
-
-            def give_written():
-                if not keep_states:
-                    wait_unless_first(chunk, written_out)
-                tiles.store_turned(written, written_smem)
-                plgpu.commit_smem()
-                if keep_states:
-                    plgpu.copy_smem_to_gmem(written_smem, second_out.at[row, tokens(chunk), head, columns])
-                else:
-                    plgpu.barrier_arrive(written_in)
+                    shared.store_turned(state[half], narrow_smem.at[slot, half])
 
             carrying.wait(chunk)
-            factors = [(tiles.turned(from_value_smem.at[slot]), negative_smem)]
-            factors += [(state[half], tiles.turned(from_state_smem.at[slot, :, half_of(half)])) for half in HALVES]
-            (written,) = tiles.products([factors], (CHUNK,), meanwhile=give_state)
+            factors = [(cores.turned(from_value_smem.at[slot]), negative_smem)]
+            factors += [(state[half], cores.turned(from_state_smem.at[slot, :, half_of(half)])) for half in HALVES]
+            (written,) = cores.products([factors], (CHUNK,), meanwhile=lambda: states.give(chunk, give_state))
             written = (-written).astype(narrow)
             factors = [[(written, writing_smem.at[slot, :, half_of(half)])] for half in HALVES]
-            added = tiles.products(factors, (HALF,) * 2, meanwhile=give_written)
+
+            def give_written(slot):
+                shared.store_turned(written, written_smem.at[slot])
+
+            added = cores.products(factors, (HALF,) * 2, meanwhile=lambda: writes.give(chunk, give_written))
             halves = tuple(halves[half] * kept_by(kept_smem.at[slot], half) + added[half] for half in HALVES)
             carrying.release(chunk)
             return halves
 
-        def give(chunk, _):
-            slot = giving.slot(chunk)
+        def give_output(chunk, _):
+            slot, own = giving.slot(chunk), states.slot(chunk)
             giving.wait(chunk)
-            plgpu.barrier_wait(narrow_in)
-            factors = [(reading_smem.at[slot, :, half_of(half)], narrow_smem.at[half]) for half in HALVES]
-            output = tiles.product(*factors)
-            plgpu.barrier_arrive(narrow_out)
-            plgpu.barrier_wait(written_in)
-            (output,) = tiles.accumulate([output], [[(products_smem.at[slot], written_smem)]])
-            plgpu.barrier_arrive(written_out)
-            plgpu.commit_smem()  # every warp has read all
+            states.wait(chunk)
+            cores.acquire()
+            factors = [(reading_smem.at[slot, :, half_of(half)], narrow_smem.at[own, half]) for half in HALVES]
+            output = cores.product(*factors)
+            states.release(chunk)
+            writes.wait(chunk)
+            cores.acquire()
+            (output,) = cores.accumulate([output], [[(products_smem.at[slot], written_smem.at[own])]])
+            writes.release(chunk)
+            # Of a left factor each warp reads the rows that it writes here.
             products_smem[slot] = output.astype(narrow)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(products_smem.at[slot], first_out.at[row, tokens(chunk), head, columns])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             giving.release(chunk)
+            return ()
+
+        def give_states(chunk, _):
+            own = states.slot(chunk)
+            states.wait(chunk)
+            cores.acquire()
+            for half in HALVES:
+                target = first_out.at[row, chunk, head, half_of(half), columns]
+                plgpu.copy_smem_to_gmem(narrow_smem.at[own, half], target)
+            writes.wait(chunk)
+            cores.acquire()
+            plgpu.copy_smem_to_gmem(written_smem.at[own], second_out.at[row, tokens(chunk), head, columns])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            states.release(chunk)
+            writes.release(chunk)
             return ()
 
         @pl.when(warpgroup == CARRYING)
@@ -146,19 +149,16 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
             negative_smem[...] = negative.astype(narrow)
             plgpu.commit_smem()
             halves = lax.fori_loop(0, chunks, carry, read_state(state.at[row, head, columns]))
-            if keep_states:
-                plgpu.wait_smem_to_gmem(0)
-            else:
+            if not keep_states:
                 write_state(halves, second_out.at[row, head, columns])
-                plgpu.barrier_wait(narrow_out)
-                plgpu.barrier_wait(written_out)
+            states.drain(chunks)
+            writes.drain(chunks)
 
-        if not keep_states:
-
-            @pl.when(warpgroup == BESIDE)
-            def _():
-                plgpu.set_max_registers(REGISTERS[1], action="decrease")
-                lax.fori_loop(0, chunks, give, ())
+        @pl.when(warpgroup == BESIDE)
+        def _():
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            lax.fori_loop(0, chunks, give_states if keep_states else give_output, ())
+            if keep_states:
                 plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == COPYING)
@@ -167,7 +167,7 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
             lax.fori_loop(0, chunks + 1, load, ())
             carrying.drain(chunks)
             if not keep_states:
-                giving.drain(chunks)
+                giving.drain(chunks, leave)
 
     tokens_shape = jax.ShapeDtypeStruct((batch, length, heads, WIDTH), narrow)
     states_shape = jax.ShapeDtypeStruct((batch, chunks, heads, WIDTH, WIDTH), narrow)
@@ -178,18 +178,17 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
         "products_smem": buffer((BEHIND, CHUNK, CHUNK)),
     }
     arguments = from_state, from_value, writing, kept_of_channels(kept), turned(state)
-    first, second = launch(
+    return Scan(
         body,
         (*arguments, *([] if keep_states else [reading, products])),
         [states_shape, tokens_shape] if keep_states else [tokens_shape, last_shape],
-        heads,
         scratch={
             "from_state_smem": buffer((ahead, CHUNK, WIDTH)),
             "from_value_smem": buffer((ahead, CHUNK, HALF)),
             "writing_smem": buffer((ahead, CHUNK, WIDTH)),
             "kept_smem": plgpu.SMEM((ahead, 2, HALF), wide),
-            "narrow_smem": buffer((2, HALF, HALF)),
-            "written_smem": buffer((CHUNK, HALF)),
+            "narrow_smem": buffer((GIVEN, 2, HALF, HALF)),
+            "written_smem": buffer((GIVEN, CHUNK, HALF)),
             "negative_smem": buffer((CHUNK, CHUNK)),
             **({} if keep_states else of_output_smem),
         },
@@ -198,9 +197,8 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
             "carry_out": (1, ahead),
             "output_in": (2, BEHIND),
             "output_out": (1, BEHIND),
-            **dict.fromkeys(("narrow_in", "narrow_out", "written_in", "written_out"), (1, 1)),
+            **dict.fromkeys(("narrow_in", "narrow_out", "written_in", "written_out"), (1, GIVEN)),
         },
-        name="scan_states" if keep_states else "scan_chunks",
-        in_place={1: 1} if keep_states else None,  # what tokens write, of `from_value`
+        in_place={1: 1} if keep_states else {},  # what tokens write, of `from_value`
+        finish=lambda first, second: (first, second if keep_states else turned(second)),
     )
-    return (first, second) if keep_states else (first, turned(second))

@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
+from pallas_kernels.linear_attention import hopper_cores as cores
+from pallas_kernels.linear_attention import hopper_shared as shared
 from pallas_kernels.linear_attention import hopper_tiles as tiles
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
 from pallas_kernels.linear_attention.hopper_carry import (
@@ -20,18 +22,18 @@ from pallas_kernels.linear_attention.hopper_carry import (
     BESIDE,
     CARRYING,
     COPYING,
+    GIVEN,
     HALVES,
     REGISTERS,
     WIDTH,
     Ring,
+    Scan,
     half_of,
     kept_by,
     kept_of_channels,
-    launch,
     place_of,
     read_state,
     turned,
-    wait_unless_first,
     write_state,
 )
 from pallas_kernels.linear_attention.hopper_tiles import HALF
@@ -42,28 +44,30 @@ BEHIND = 2
 
 def scan_back(
     from_state, reading, writing, kept, products, inverse, output_gradient, last_gradient, value=None, beta=None
-):  # fmt: skip
-    """Gradients of the states that leave chunks, (I + L)^-T of those of what tokens write, that of the first state.
+) -> Scan:  # fmt: skip
+    """Gives gradients of states that leave chunks, (I + L)^-T of those of what tokens write, that of the first state.
 
     With `value` and `beta` [B, S, H] also the gradient of the value, and that of beta by the value.
     """
     batch, length, heads, _ = output_gradient.shape
     chunks, has_value = length // CHUNK, value is not None
     narrow, wide = jnp.bfloat16, jnp.float32
+    given = 1 if has_value else GIVEN  # as many as memory holds
 
     def body(
-        from_state, reading, writing, kept, products, inverse, output_gradient, last_gradient, *refs,
+        warpgroup, from_state, reading, writing, kept, products, inverse, output_gradient, last_gradient, *refs,
         writing_smem, gradient_smem, products_smem, kept_smem, reading_smem, from_state_smem, inverse_smem,
         narrow_smem, written_smem, early_in, early_out, late_in, late_out, inverse_in, inverse_out,
-        written_in, written_out, value_smem: Any = None, value_in=None, value_out=None,
+        narrow_in, narrow_out, written_in, written_out, value_smem: Any = None, beta_smem: Any = None,
     ):  # fmt: skip
-        warpgroup, (row, head, columns) = lax.axis_index("warpgroup"), place_of(heads)
+        (row, head, columns) = place_of(heads)
         of_value = refs[: 2 * has_value]
         states_out, solved_out, first_out, *value_outs = refs[2 * has_value :]
-        values = Ring(1, value_in, value_out)
         early, late, solving = (
             Ring(AHEAD, early_in, early_out), Ring(BEHIND, late_in, late_out), Ring(BEHIND, inverse_in, inverse_out)
         )  # fmt: skip
+
+        states, writes = Ring(given, narrow_in, narrow_out), Ring(given, written_in, written_out)
 
         def tokens(step):
             return pl.ds((chunks - 1 - step) * CHUNK, CHUNK)
@@ -85,44 +89,39 @@ def scan_back(
 
             def of_solving(slot, barrier):
                 plgpu.copy_gmem_to_smem(inverse.at[row, chunks - step, head], inverse_smem.at[slot], barrier)
-
-            def of_values(slot, barrier):
-                value, beta = of_value
-                source = value.at[row, tokens(step - 1), head, columns]
-                plgpu.copy_gmem_to_smem(source, value_smem.at[slot], barrier)
-                plgpu.copy_gmem_to_smem(beta.at[row, head, tokens(step - 1)], kept_smem.at[AHEAD, 0], barrier)
+                if has_value:
+                    value, beta = of_value
+                    source = value.at[row, tokens(step - 1), head, columns]
+                    plgpu.copy_gmem_to_smem(source, value_smem.at[slot], barrier)
+                    plgpu.copy_gmem_to_smem(beta.at[row, head, tokens(step - 1)], beta_smem.at[slot], barrier)
 
             early.fill(step, chunks, of_early)
             late.fill(step - 1, chunks, of_late)
-            solving.fill(step - 1, chunks, of_solving)
-            if has_value:
-                values.fill(step - 1, chunks, of_values)
+            solving.fill(step - 1, chunks, of_solving, leave)
             return ()
+
+        def leave(step, slot):
+            plgpu.copy_smem_to_gmem(inverse_smem.at[slot], solved_out.at[row, tokens(step), head, columns])
+            if has_value:
+                target, _ = value_outs
+                plgpu.copy_smem_to_gmem(value_smem.at[slot], target.at[row, tokens(step), head, columns])
 
         def carry(step, halves):
             slot, late_slot = early.slot(step), late.slot(step)
             state = [half.astype(narrow) for half in halves]
 
-            def give_state():
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            def give_state(slot):
                 for half in HALVES:
-                    tiles.store_turned(state[half], narrow_smem.at[half])
-                plgpu.commit_smem()
-                for half in HALVES:
-                    target = states_out.at[row, chunks - 1 - step, head, half_of(half), columns]
-                    plgpu.copy_smem_to_gmem(narrow_smem.at[half], target)
+                    shared.store_turned(state[half], narrow_smem.at[slot, half])
 
-            def give_written():
-                wait_unless_first(step, written_out)
-                tiles.store_turned(written, written_smem)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(written_in)
+            def give_written(slot):
+                shared.store_turned(written, written_smem.at[slot])
 
             early.wait(step)
-            gradient = tiles.turned(gradient_smem.at[slot])
+            gradient = cores.turned(gradient_smem.at[slot])
             factors = [(gradient, products_smem.at[slot])]
-            factors += [(state[half], tiles.turned(writing_smem.at[slot, :, half_of(half)])) for half in HALVES]
-            (written,) = tiles.products([factors], (CHUNK,), meanwhile=give_state)
+            factors += [(state[half], cores.turned(writing_smem.at[slot, :, half_of(half)])) for half in HALVES]
+            (written,) = cores.products([factors], (CHUNK,), meanwhile=lambda: states.give(step, give_state))
             written = (-written).astype(narrow)
             late.wait(step)
             factors = [
@@ -132,7 +131,7 @@ def scan_back(
                 ]
                 for half in HALVES
             ]
-            added = tiles.products(factors, (HALF,) * 2, meanwhile=give_written)
+            added = cores.products(factors, (HALF,) * 2, meanwhile=lambda: writes.give(step, give_written))
             halves = tuple(halves[half] * kept_by(kept_smem.at[slot], half) + added[half] for half in HALVES)
             early.release(step)
             late.release(step)
@@ -140,26 +139,27 @@ def scan_back(
 
         def solve(step, _):
             slot = solving.slot(step)
+            own = states.slot(step)
+            states.wait(step)
+            cores.acquire()
+            for half in HALVES:
+                target = states_out.at[row, chunks - 1 - step, head, half_of(half), columns]
+                plgpu.copy_smem_to_gmem(narrow_smem.at[own, half], target)
             solving.wait(step)
-            plgpu.barrier_wait(written_in)
-            solved = -tiles.product((tiles.turned(inverse_smem.at[slot]), written_smem))
-            plgpu.barrier_arrive(written_out)
-            plgpu.commit_smem()  # every warp has read all
-            inverse_smem[slot] = solved.astype(narrow)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(inverse_smem.at[slot], solved_out.at[row, tokens(step), head, columns])
-            if has_value:
-                value_gradient_out, beta_gradient_out = value_outs
-                values.wait(step)
-                by_value = jnp.sum(solved * tiles.matrix(value_smem.at[0]).astype(wide), axis=1)
-                beta_gradient_out[lax.rem(lax.axis_index("task"), 2), row, head, tokens(step)] = by_value
-                value_smem[0] = (solved * tiles.down(tiles.row(kept_smem.at[AHEAD, 0]))).astype(narrow)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(value_smem.at[0], value_gradient_out.at[row, tokens(step), head, columns])
+            writes.wait(step)
+            cores.acquire()
+            solved = -cores.product((cores.turned(inverse_smem.at[slot]), written_smem.at[own]))
+            writes.release(step)
+            # Every warp waits, so that all have read the inverse.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            solving.release(step)
+            states.release(step)
+            inverse_smem[slot] = solved.astype(narrow)
             if has_value:
-                values.release(step)
+                _, beta_gradient_out = value_outs
+                by_value = jnp.sum(solved * shared.matrix(value_smem.at[slot]).astype(wide), axis=1)
+                beta_gradient_out[lax.rem(lax.axis_index("task"), 2), row, head, tokens(step)] = by_value
+                value_smem[slot] = (solved * tiles.down(shared.row(beta_smem.at[slot]))).astype(narrow)
+            solving.release(step)
             return ()
 
         @pl.when(warpgroup == CARRYING)
@@ -167,7 +167,8 @@ def scan_back(
             plgpu.set_max_registers(REGISTERS[0], action="increase")
             halves = lax.fori_loop(0, chunks, carry, read_state(last_gradient.at[row, head, columns]))
             write_state(halves, first_out.at[row, head, columns])
-            plgpu.barrier_wait(written_out)
+            states.drain(chunks)
+            writes.drain(chunks)
 
         @pl.when(warpgroup == BESIDE)
         def _():
@@ -179,8 +180,9 @@ def scan_back(
         def _():
             plgpu.set_max_registers(24, action="decrease")
             lax.fori_loop(0, chunks + 1, load, ())
-            for ring in (early, late, solving, *([values] if has_value else [])):
-                ring.drain(chunks)
+            early.drain(chunks)
+            late.drain(chunks)
+            solving.drain(chunks, leave)
 
     tokens_shape = jax.ShapeDtypeStruct((batch, length, heads, WIDTH), narrow)
     states_shape = jax.ShapeDtypeStruct((batch, chunks, heads, WIDTH, WIDTH), narrow)
@@ -188,28 +190,31 @@ def scan_back(
     buffer = functools.partial(launcher.swizzled, dtype=narrow)
     arguments = from_state, reading, writing, kept_of_channels(kept), products, inverse, output_gradient
     arguments = *arguments, turned(last_gradient)
-    outputs, scratch, barriers = [states_shape, tokens_shape, first_shape], {}, {}
+    outputs, scratch = [states_shape, tokens_shape, first_shape], {}
     if value is not None and beta is not None:
         arguments = *arguments, value, jnp.moveaxis(beta, 1, 2)
         outputs += [tokens_shape, jax.ShapeDtypeStruct((2, batch, heads, length), wide)]
-        scratch = {"value_smem": buffer((1, CHUNK, HALF))}
-        barriers = {"value_in": (2, 1), "value_out": (1, 1)}
-    states, solved, first, *of_value = launch(
+        scratch = {"value_smem": buffer((BEHIND, CHUNK, HALF)), "beta_smem": plgpu.SMEM((BEHIND, CHUNK), wide)}
+
+    def finish(states, solved, first, *of_value):
+        if of_value:
+            of_value = of_value[0], jnp.moveaxis(jnp.sum(of_value[1], axis=0), 1, 2)
+        return states, solved, turned(first), *of_value
+
+    return Scan(
         body,
         arguments,
         outputs,
-        heads,
         scratch={
             "writing_smem": buffer((AHEAD, CHUNK, WIDTH)),
             "gradient_smem": buffer((AHEAD, CHUNK, HALF)),
             "products_smem": buffer((AHEAD, CHUNK, CHUNK)),
-            # Beta lies behind what is kept: buffers are aligned, and memory is all used.
-            "kept_smem": plgpu.SMEM((AHEAD + has_value, 2, HALF), wide),
+            "kept_smem": plgpu.SMEM((AHEAD, 2, HALF), wide),
             "reading_smem": buffer((BEHIND, CHUNK, WIDTH)),
             "from_state_smem": buffer((BEHIND, CHUNK, WIDTH)),
             "inverse_smem": buffer((BEHIND, CHUNK, CHUNK)),
-            "narrow_smem": buffer((2, HALF, HALF)),
-            "written_smem": buffer((CHUNK, HALF)),
+            "narrow_smem": buffer((given, 2, HALF, HALF)),
+            "written_smem": buffer((given, CHUNK, HALF)),
             **scratch,
         },
         barriers={
@@ -217,13 +222,9 @@ def scan_back(
             "early_out": (1, AHEAD),
             "late_in": (2, BEHIND),
             "late_out": (1, BEHIND),
-            "inverse_in": (1, BEHIND),
+            "inverse_in": (1 + 2 * has_value, BEHIND),
             "inverse_out": (1, BEHIND),
-            **dict.fromkeys(("written_in", "written_out"), (1, 1)),
-            **barriers,
+            **dict.fromkeys(("narrow_in", "narrow_out", "written_in", "written_out"), (1, given)),
         },
-        name="scan_chunks_back",
+        finish=finish,
     )
-    if has_value:
-        of_value[1] = jnp.moveaxis(jnp.sum(of_value[1], axis=0), 1, 2)
-    return states, solved, turned(first), *of_value

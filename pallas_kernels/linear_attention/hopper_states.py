@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
+from pallas_kernels.linear_attention import hopper_cores as cores
+from pallas_kernels.linear_attention import hopper_shared as shared
 from pallas_kernels.linear_attention import hopper_tiles as tiles
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
 from pallas_kernels.linear_attention.hopper_carry import (
@@ -25,10 +27,10 @@ from pallas_kernels.linear_attention.hopper_carry import (
     REGISTERS,
     WIDTH,
     Ring,
+    Scan,
     half_of,
     kept_by,
     kept_of_channels,
-    launch,
     place_of,
     read_state,
     turned,
@@ -36,18 +38,18 @@ from pallas_kernels.linear_attention.hopper_carry import (
 from pallas_kernels.linear_attention.hopper_tiles import HALF
 
 
-def states(from_state, value, beta, inverse, writing, kept, state):
-    """The states that enter chunks [B, N, H, K, V] and what tokens write [B, S, H, V], high and low part."""
+def states(from_state, value, beta, inverse, writing, kept, state) -> Scan:
+    """Gives the states that enter chunks [B, N, H, K, V] and what tokens write [B, S, H, V], high and low part."""
     batch, length, heads, _ = value.shape
     chunks = length // CHUNK
     narrow, wide = jnp.bfloat16, jnp.float32
 
     def body(
-        from_state, value, beta, inverse, writing, kept, state, states_out, high_out, low_out,
+        warpgroup, from_state, value, beta, inverse, writing, kept, state, states_out, high_out, low_out,
         *, from_state_smem, writing_smem, kept_smem, value_smem, low_value_smem, beta_smem, inverse_smem,
         narrow_smem, high_smem, low_smem, carry_in, carry_out, value_in, value_out, multiplied_in,
     ):  # fmt: skip
-        warpgroup, (row, head, columns) = lax.axis_index("warpgroup"), place_of(heads)
+        (row, head, columns) = place_of(heads)
         carrying, solving = Ring(AHEAD, carry_in, carry_out), Ring(AHEAD, value_in, value_out)
 
         def tokens(chunk):
@@ -73,7 +75,7 @@ def states(from_state, value, beta, inverse, writing, kept, state):
         def multiply(chunk, _):
             slot = solving.slot(chunk)
             solving.wait(chunk)
-            values = tiles.matrix(value_smem.at[slot]).astype(wide) * -tiles.down(tiles.row(beta_smem.at[slot]))
+            values = shared.matrix(value_smem.at[slot]).astype(wide) * -tiles.down(shared.row(beta_smem.at[slot]))
             for ref, part in zip((value_smem, low_value_smem), tiles.parts(values, 2), strict=True):
                 ref[slot] = part
             plgpu.commit_smem()
@@ -87,7 +89,7 @@ def states(from_state, value, beta, inverse, writing, kept, state):
             def give_state():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for half in HALVES:
-                    tiles.store_turned(state[half], narrow_smem.at[half])
+                    shared.store_turned(state[half], narrow_smem.at[half])
                 plgpu.commit_smem()
                 for half in HALVES:
                     target = states_out.at[row, chunk, head, half_of(half), columns]
@@ -95,21 +97,21 @@ def states(from_state, value, beta, inverse, writing, kept, state):
 
             def give_written():
                 for part, ref in zip(parts, (high_smem, low_smem), strict=True):
-                    tiles.store_turned(part, ref)
+                    shared.store_turned(part, ref)
                 plgpu.commit_smem()
                 for ref, target in ((high_smem, high_out), (low_smem, low_out)):
                     plgpu.copy_smem_to_gmem(ref, target.at[row, tokens(chunk), head, columns])
 
             carrying.wait(chunk)
             plgpu.barrier_wait(multiplied_in.at[value_slot])
-            inverse = tiles.turned(inverse_smem.at[value_slot])
-            factors = [(tiles.turned(ref.at[value_slot]), inverse) for ref in (value_smem, low_value_smem)]
-            factors += [(state[half], tiles.turned(from_state_smem.at[slot, :, half_of(half)])) for half in HALVES]
-            (written,) = tiles.products([factors], (CHUNK,), meanwhile=give_state)
+            inverse = cores.turned(inverse_smem.at[value_slot])
+            factors = [(cores.turned(ref.at[value_slot]), inverse) for ref in (value_smem, low_value_smem)]
+            factors += [(state[half], cores.turned(from_state_smem.at[slot, :, half_of(half)])) for half in HALVES]
+            (written,) = cores.products([factors], (CHUNK,), meanwhile=give_state)
             solving.release(chunk)
             parts = tiles.parts(-written, 2)
             factors = [[(parts[0], writing_smem.at[slot, :, half_of(half)])] for half in HALVES]
-            added = tiles.products(factors, (HALF,) * 2, meanwhile=give_written)
+            added = cores.products(factors, (HALF,) * 2, meanwhile=give_written)
             halves = tuple(halves[half] * kept_by(kept_smem.at[slot], half) + added[half] for half in HALVES)
             carrying.release(chunk)
             return halves
@@ -134,11 +136,10 @@ def states(from_state, value, beta, inverse, writing, kept, state):
 
     tokens_shape = jax.ShapeDtypeStruct((batch, length, heads, WIDTH), narrow)
     buffer = functools.partial(launcher.swizzled, dtype=narrow)
-    return launch(
+    return Scan(
         body,
         (from_state, value, jnp.moveaxis(beta, 1, 2), inverse, writing, kept_of_channels(kept), turned(state)),
         [jax.ShapeDtypeStruct((batch, chunks, heads, WIDTH, WIDTH), narrow), tokens_shape, tokens_shape],
-        heads,
         scratch={
             "from_state_smem": buffer((AHEAD, CHUNK, WIDTH)),
             "writing_smem": buffer((AHEAD, CHUNK, WIDTH)),
@@ -158,5 +159,4 @@ def states(from_state, value, beta, inverse, writing, kept, state):
             "value_out": (1, AHEAD),
             "multiplied_in": (1, AHEAD),
         },
-        name="states_and_writes",
     )

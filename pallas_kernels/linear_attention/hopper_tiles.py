@@ -5,7 +5,7 @@ Each of its four warps holds a tile of 16 rows.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,174 +20,12 @@ HALF = 64
 """Columns: key channels of one warpgroup."""
 WARPGROUP = 128
 """Threads."""
-_TILED = plgpu.RefType(launcher.swizzle(HALF, jnp.bfloat16))
+TILED = plgpu.RefType(launcher.swizzle(HALF, jnp.bfloat16))
 """A ref to shared memory [R, C] of bfloat16: tiles of 8 rows and 64 columns."""
 
 
-class Turned(NamedTuple):
-    """The transpose of a ref to shared memory."""
-
-    ref: Any
-
-
-Factors = tuple[Any, Any]
-"""Left, in registers [64, 64] or in shared memory, and right, in shared memory: bfloat16, swizzled, perhaps turned."""
-
-
-def turned(ref: Any) -> Turned:
-    return Turned(ref)
-
-
-def product(*factors: Factors) -> jax.Array:
-    """Sum of products [64, C] @ [C, 64], of bfloat16 in float32."""
-    return products([factors], (HALF,))[0]
-
-
-def products(
-    factors: Sequence[Sequence[Factors]], widths: Sequence[int], meanwhile: Callable[[], None] | None = None
-) -> list[jax.Array]:
-    """Several sums of products [64, C] @ [C, width], all under way at once; `meanwhile` is run before they are done."""
-    if launcher.is_simulated():
-        results = [_simulated(pairs) for pairs in factors]
-        if meanwhile is not None:
-            meanwhile()
-        return results
-    results = _multiply(factors, widths, is_awaited=meanwhile is None)
-    if meanwhile is None:
-        return results
-    meanwhile()
-    return _awaited(results)
-
-
-def accumulate(totals: Sequence[jax.Array], factors: Sequence[Sequence[Factors]]) -> list[jax.Array]:
-    """Each total [64, 64] plus a sum of products, all under way at once."""
-    if launcher.is_simulated():
-        return [total + _simulated(pairs) for total, pairs in zip(totals, factors, strict=True)]
-    return _multiply(factors, [HALF] * len(totals), totals)
-
-
-def _simulated(factors: Sequence[Factors]) -> jax.Array:
-    def read(factor):
-        return factor.ref[...].T if isinstance(factor, Turned) else factor[...]
-
-    products = [jnp.dot(read(left), read(right), preferred_element_type=jnp.float32) for left, right in factors]
-    return sum(products[1:], products[0])
-
-
-def _result(width: int) -> Any:
+def result_type(width: int) -> Any:
     return plgpu.ShapeDtypeStruct((CHUNK, width), jnp.float32, layout=plgpu.Layout.WGMMA)
-
-
-def _multiply(factors, widths, totals: Sequence[jax.Array] = (), *, is_awaited: bool = True) -> list[jax.Array]:
-    """Sums of products by one piece of PTX, which makes descriptors of factors in shared memory from their addresses.
-
-    `plgpu.wgmma` makes them outside, 64 bits each, which compilers keep from chunk to chunk, and spill.
-    """
-    flat = [factor for pairs in factors for pair in pairs for factor in pair]
-    are_turned = [isinstance(factor, Turned) for factor in flat]
-    operands = [factor.ref if isinstance(factor, Turned) else factor for factor in flat]
-    types = [plgpu.Layout.WGMMA if isinstance(operand, jax.Array) else _TILED for operand in operands]
-
-    @plgpu.inline_mgpu(
-        arg_types=(*types, *(plgpu.Layout.WGMMA for _ in totals)), return_type=[_result(width) for width in widths]
-    )
-    def multiply(_, *arguments):
-        places = iter(zip(arguments[: len(flat)], are_turned, strict=True))
-        pairs = [[(next(places), next(places)) for _ in group] for group in factors]
-        return _instructions(pairs, widths, arguments[len(flat) :], is_awaited=is_awaited)
-
-    return multiply(*operands, *totals)  # pyright: ignore[reportCallIssue]
-
-
-def _awaited(results: Sequence[jax.Array]) -> list[jax.Array]:
-    widths = [result.shape[1] for result in results]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(results), return_type=[_result(width) for width in widths])
-    def wait(_, *arrays):
-        return _instructions([[] for _ in widths], widths, arrays)
-
-    return wait(*results)  # pyright: ignore[reportCallIssue]
-
-
-def _instructions(sums, widths: Sequence[int], totals, *, is_awaited: bool = True) -> list[Any]:
-    """PTX that adds products to totals, or to nothing; of each factor what holds it and whether it is turned."""
-    from jax.experimental.mosaic.gpu import fragmented_array, utils
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm, vector
-
-    single, layout = ir.F32Type.get(), fragmented_array.WGMMA_LAYOUT
-    shapes = [layout.registers_shape((CHUNK, width)) for width in widths]
-    # Of a piece of 8 columns a thread holds two in one row and two 8 rows below.
-    own = [vector.extract(pair, [], [place]) for total in totals for pair in total.registers.flat for place in range(2)]
-    count = sum(CHUNK * width // WARPGROUP for width in widths)
-    operands, constraints = list(own), ["=f"] * count + [str(place) for place in range(len(own))]
-    lines = ["{ .reg .pred none, all; setp.ne.b32 none, 0, 0; setp.ne.b32 all, 1, 0;"]
-
-    def operand(value, constraint: str) -> str:
-        operands.append(value)
-        constraints.append(constraint)
-        return f"${len(constraints) - 1}"
-
-    def steps_of(factor, is_turned: bool, is_left: bool) -> list[str]:
-        """Of every 16 columns of a left factor, or rows of a right one, how an instruction names them."""
-        if isinstance(factor, fragmented_array.FragmentedArray):
-            words = [utils.bitcast(pair, ir.IntegerType.get_signless(32)) for pair in factor.registers.flat]
-            names = [f"w{len(constraints) + place}" for place in range(len(words))]
-            # Each in a register of its own: of a constant that stands four times ptxas 13.5 sets one of four registers.
-            for name, word in zip(names, words, strict=True):
-                lines.append(f".reg .b32 {name}; mov.b32 {name}, {operand(word, 'r')};")
-            return [f"{{{','.join(names[place : place + 4])}}}" for place in range(0, len(names), 4)]
-        memory = ir.MemRefType(factor.type)
-        (down, aside, *_), _ = memory.get_strides_and_offset()
-        rows, columns = 8 * memory.shape[0], HALF * memory.shape[1]
-        # Bytes from 8 rows to the next, and from 64 columns to the next.
-        down, aside = 2 * down, 2 * aside
-        is_along_columns = is_left != is_turned
-        if is_along_columns:
-            offsets = [step // 4 * aside + step % 4 * 32 for step in range(columns // 16)]
-        else:
-            offsets = [step * 2 * down for step in range(rows // 16)]
-        name = f"p{len(constraints)}"
-        lines.append(f".reg .b32 {name}; bfe.u32 {name}, {operand(utils.memref_ptr(factor), 'r')}, 4, 14;")
-        # The distances that an instruction strides itself, in units of 16 bytes; bit 62 says: swizzled by 128 bytes.
-        low, high = 0 if is_along_columns else aside >> 4 << 16, (down >> 4) + (1 << 30)
-        for step, offset in enumerate(offsets):
-            own = f"{name}s{step}"
-            lines.append(f".reg .b32 {own}; add.u32 {own}, {name}, {low + (offset >> 4)};")
-            lines.append(f".reg .b64 {own}d; mov.b64 {own}d, {{{own}, {high}}};")
-        return [f"{name}s{step}d" for step in range(len(offsets))]
-
-    products, first = [], 0
-    for pairs, width in zip(sums, widths, strict=True):
-        last = first + CHUNK * width // WARPGROUP
-        results = ",".join(f"${place}" for place in range(first, last))
-        first = last
-        scale = "all" if totals else "none"
-        for (left, is_left_turned), (right, is_right_turned) in pairs:
-            left_steps, right_steps = steps_of(left, is_left_turned, True), steps_of(right, is_right_turned, False)
-            turns = f"{int(not is_right_turned)}"
-            if not isinstance(left, fragmented_array.FragmentedArray):
-                turns = f"{int(is_left_turned)}, {turns}"
-            for one, other in zip(left_steps, right_steps, strict=True):
-                products.append(
-                    f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{results}}}, {one}, {other}, "
-                    f"{scale}, 1, 1, {turns};"
-                )
-                scale = "all"
-    if products:
-        lines += ["wgmma.fence.sync.aligned;", *products, "wgmma.commit_group.sync.aligned;"]
-    if is_awaited:
-        lines.append("wgmma.wait_group.sync.aligned 0;")
-    struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
-    result = llvm.inline_asm(struct, operands, " ".join([*lines, "}"]), ",".join(constraints), has_side_effects=True)
-    values = [llvm.extractvalue(single, result, [place]) for place in range(count)]
-    arrays = []
-    for shape in shapes:
-        registers = np.empty(shape, dtype=object)
-        for place in np.ndindex(shape):
-            registers[place] = vector.from_elements(ir.VectorType.get((2,), single), [values.pop(0), values.pop(0)])
-        arrays.append(fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None))
-    return arrays
 
 
 def down(vector: jax.Array) -> jax.Array:
@@ -219,10 +57,10 @@ def iota(dimension: int) -> jax.Array:
 
         whole = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), whole)
-        thread = _thread()
+        thread = thread_number()
         if dimension == 0:  # Of a warp's 32 threads four hold a row and the one 8 rows below.
             first = arith.andi(arith.shrui(thread, utils.c(2, whole)), utils.c(7, whole))
-            first = arith.addi(first, arith.shli(_warp(thread), utils.c(TILE_BITS, whole)))
+            first = arith.addi(first, arith.shli(warp_number(thread), utils.c(TILE_BITS, whole)))
         else:
             first = arith.shli(arith.andi(thread, utils.c(3, whole)), utils.c(1, whole))
         layout = fragmented_array.WGMMA_LAYOUT
@@ -240,7 +78,7 @@ def iota(dimension: int) -> jax.Array:
 def unknown(number: Any, step: Any) -> Any:
     """The number, which compilers take for another one at each step of a loop.
 
-    Else they keep addresses that follow from it, and spill them. There are never 2^30 steps.
+    Else they keep addresses that follow from it, and shared.spill them. There are never 2^30 steps.
     """
     return number + (step >> 30)
 
@@ -254,10 +92,6 @@ def within(start: jax.Array, length: jax.Array) -> jax.Array:
     return (iota(1) - start).astype(jnp.uint32) < length.astype(jnp.uint32)
 
 
-def matrix(ref: Any) -> jax.Array:
-    return launcher.load(ref, plgpu.Layout.WGMMA)
-
-
 def unmarked(matrix: jax.Array) -> jax.Array:
     """The same, not marked as varying over mesh axes, as what arguments hold is: nothing in shared memory is."""
     if launcher.is_simulated():
@@ -268,11 +102,7 @@ def unmarked(matrix: jax.Array) -> jax.Array:
     return same(matrix)  # pyright: ignore[reportCallIssue]
 
 
-def row(ref: Any) -> jax.Array:
-    return launcher.load(ref, launcher.row_layout())
-
-
-def _thread() -> Any:
+def thread_number() -> Any:
     """The thread's number. Read anew each time: what follows from it is then not kept from one chunk to the next."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
@@ -281,7 +111,7 @@ def _thread() -> Any:
     return llvm.inline_asm(whole, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
 
 
-def _warp(thread: Any) -> Any:
+def warp_number(thread: Any) -> Any:
     """Within a warpgroup, in which each of four warps holds a tile of 16 rows."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
@@ -307,7 +137,7 @@ def choose_tiles(matrix: jax.Array, is_chosen: Callable[[int, int], bool]) -> ja
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith
 
-        pair, warp, registers = ir.IntegerType.get_signless(32), _warp(_thread()), array.registers.copy()
+        pair, warp, registers = ir.IntegerType.get_signless(32), warp_number(thread_number()), array.registers.copy()
         zero = utils.c(0, pair)
         for place in np.ndindex(registers.shape):
             # The second number counts pieces of 8 columns.
@@ -325,181 +155,37 @@ def choose_tiles(matrix: jax.Array, is_chosen: Callable[[int, int], bool]) -> ja
     return choose(matrix)  # pyright: ignore[reportCallIssue]
 
 
-def corners(matrix: jax.Array, bit: Any) -> jax.Array:
-    """[64, 64] bfloat16 where the highest bit in which row and column differ is number `bit`, not 0; else zero."""
-    if launcher.is_simulated():
-        return jnp.where((iota(0) ^ iota(1)) >> bit == 1, matrix, 0)
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=layout)
+def by_tiles_apart(matrix: jax.Array, starts: Sequence[int]) -> jax.Array:
+    """[64, 64] whose tiles on the diagonal lie in a wider matrix from column 0 on, those n below from `starts[n]` on.
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.Layout.WG_SPLAT), return_type=result)
-    def choose(_, array, bit):
-        from jax.experimental.mosaic.gpu import fragmented_array, utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith
-
-        whole, thread, registers = ir.IntegerType.get_signless(32), _thread(), array.registers.copy()
-
-        def bits(start, count):
-            return arith.andi(arith.shrui(thread, utils.c(start, whole)), utils.c(2**count - 1, whole))
-
-        # Both columns of a pair differ from the row in the same bits but the lowest: all are told without it.
-        half_row = arith.addi(arith.shli(_warp(thread), utils.c(TILE_BITS - 1, whole)), bits(3, 2))
-        differing = arith.xori(half_row, bits(0, 2))
-        shift, zero = arith.subi(bit.registers.item(), utils.c(1, whole)), utils.c(0, whole)
-        for place in np.ndindex(registers.shape):
-            # The second number counts pieces of 8 columns, the fifth of 8 rows.
-            own = arith.xori(differing, utils.c(4 * place[1] ^ 4 * place[4], whole))
-            is_corner = arith.cmpi(arith.CmpIPredicate.eq, arith.shrui(own, shift), utils.c(1, whole))
-            value = arith.select(is_corner, utils.bitcast(registers[place], whole), zero)
-            registers[place] = utils.bitcast(value, registers[place].type)
-        return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
-
-    return choose(matrix, bit)  # pyright: ignore[reportCallIssue]
-
-
-def by_tiles_apart(matrices: Sequence[jax.Array]) -> jax.Array:
-    """[64, 64] whose tiles on the diagonal come from the first matrix, those n tiles below it from the n-th next.
-
-    Matrices hold the columns that they are asked for. What lies above the diagonal is to be masked.
+    What lies above the diagonal is to be masked.
     """
     if launcher.is_simulated():
-        apart, result = iota(0) // TILE - iota(1) // TILE, matrices[0]
-        for number, matrix in enumerate(matrices[1:], 1):
-            result = jnp.where(apart == number, jnp.pad(matrix, ((0, 0), (0, CHUNK - matrix.shape[1]))), result)
+        apart, result = iota(0) // TILE - iota(1) // TILE, matrix[:, :CHUNK]
+        for number, start in enumerate(starts[1:], 1):
+            columns = matrix[:, start : start + CHUNK - number * TILE]
+            result = jnp.where(apart == number, jnp.pad(columns, ((0, 0), (0, number * TILE))), result)
         return result
     layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(layout,) * len(matrices), return_type=result)
-    def choose(_, *arrays):
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result_type(CHUNK))
+    def choose(_, array):
         from jax.experimental.mosaic.gpu import fragmented_array, utils
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith
 
-        whole, registers = ir.IntegerType.get_signless(32), arrays[0].registers.copy()
-        warp = _warp(_thread())
+        whole, registers = ir.IntegerType.get_signless(32), array.registers[:, : CHUNK // 8].copy()
+        warp = warp_number(thread_number())
         is_row = [arith.cmpi(arith.CmpIPredicate.eq, warp, utils.c(row, whole)) for row in range(4)]
         for place in np.ndindex(registers.shape):
             # The second number counts pieces of 8 columns.
             column = place[1] * 8 // TILE
             for number in range(1, 4 - column):
-                registers[place] = arith.select(
-                    is_row[column + number], arrays[number].registers[place], registers[place]
-                )
-        return fragmented_array.FragmentedArray(_registers=registers, _layout=arrays[0].layout, _is_signed=None)
+                other = array.registers[(place[0], place[1] + starts[number] // 8, *place[2:])]
+                registers[place] = arith.select(is_row[column + number], other, registers[place])
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
 
-    return choose(*matrices)  # pyright: ignore[reportReturnType]
-
-
-def keep_rows(matrix: jax.Array, table: Any, rows: Sequence[int]) -> None:
-    """Write some rows, each the first or the last of a tile, to a table in shared memory."""
-    if launcher.is_simulated():
-        for number, row in enumerate(rows):
-            table[number] = matrix[row]
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
-    def keep(_, array, table):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, llvm, vector
-
-        whole, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
-        thread = _thread()
-        base = utils.memref_ptr(table)
-        lane_row = arith.andi(arith.shrui(thread, utils.c(2, whole)), utils.c(7, whole))
-        own_row = arith.addi(lane_row, arith.shli(_warp(thread), utils.c(TILE_BITS, whole)))
-        lane = arith.shli(arith.andi(thread, utils.c(3, whole)), utils.c(3, whole))
-        for number, row in enumerate(rows):
-            # Of a tile's rows a thread holds one and the one 8 below.
-            below = row % TILE // 8
-            is_own = arith.cmpi(arith.CmpIPredicate.eq, own_row, utils.c(row - 8 * below, whole))
-            for piece in range(array.registers.shape[1]):
-                pair = array.registers[0, piece, 0, 0, below].reshape(())[()]
-                values = [vector.extract(pair, dynamic_position=[], static_position=[place]) for place in range(2)]
-                offset = arith.addi(lane, utils.c(4 * (number * HALF + 8 * piece), whole))
-                instructions = "{ .reg .u32 place; add.u32 place, $0, $1; @$4 st.shared.v2.f32 [place], {$2, $3}; }"
-                llvm.inline_asm(void, [base, offset, *values, is_own], instructions, "r,r,f,f,b", has_side_effects=True)
-
-    keep(matrix, table)  # pyright: ignore[reportCallIssue]
-
-
-def store_turned(matrix: jax.Array, target: Any) -> None:
-    """Write a matrix [64, 64] in bfloat16 to a swizzled buffer in shared memory as its transpose."""
-    if launcher.is_simulated():
-        target[...] = matrix.T
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(launcher.swizzle(HALF, jnp.bfloat16))))
-    def store(_, array, target):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, llvm
-
-        whole, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
-
-        def number(value):
-            return utils.c(value, whole)
-
-        def bits(start, count):
-            return arith.andi(arith.shrui(thread, number(start)), number(2**count - 1))
-
-        # An instruction stores four matrices of 8 rows and columns. A thread says where one of their columns goes: to
-        # the row of that number, whose pieces of 16 bytes are swizzled by it.
-        thread = _thread()
-        column, below, right = bits(0, 3), bits(3, 1), bits(4, 1)
-        piece = arith.xori(arith.addi(arith.shli(_warp(thread), number(1)), below), column)
-        place = arith.addi(arith.shli(column, number(7)), arith.shli(piece, number(4)))
-        place, base = arith.addi(place, arith.shli(right, number(10))), utils.memref_ptr(target)
-        for start in range(0, HALF // 8, 2):
-            pairs = [array.registers[0, start + right, 0, 0, below] for right in range(2) for below in range(2)]
-            pairs = [utils.bitcast(pair.reshape(())[()], whole) for pair in pairs]
-            instructions = (
-                "{ .reg .u32 place; add.u32 place, $0, $1; stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
-                f"[place + {start * 1024}], {{$2, $3, $4, $5}}; }}"
-            )
-            llvm.inline_asm(void, [base, place, *pairs], instructions, "r,r,r,r,r,r", has_side_effects=True)
-
-    store(matrix, target)  # pyright: ignore[reportCallIssue]
-
-
-def rows_of_tiles(table: Any, rows: Sequence[int]) -> jax.Array:
-    """[64, 64] whose rows in tile n of four are row `rows[n]` of a table in shared memory."""
-    if launcher.is_simulated():
-        return jnp.concatenate([jnp.broadcast_to(table[row][None], (TILE, HALF)) for row in rows])
-    result = plgpu.ShapeDtypeStruct((CHUNK, HALF), jnp.float32, layout=plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
-    def spread(_, table):
-        from jax.experimental.mosaic.gpu import fragmented_array, utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, vector
-
-        number, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        packed = utils.c(sum(row << 4 * tile for tile, row in enumerate(rows)), number)
-        thread = _thread()
-        shift = arith.shli(_warp(thread), utils.c(2, number))
-        row = arith.andi(arith.shrui(packed, shift), utils.c(15, number))
-        row = arith.index_cast(ir.IndexType.get(), row)
-        lane = arith.andi(thread, utils.c(3, number))
-        lane = arith.index_cast(ir.IndexType.get(), arith.shli(lane, utils.c(1, number)))
-        layout = fragmented_array.WGMMA_LAYOUT
-        registers = np.empty(layout.registers_shape((CHUNK, HALF)), dtype=object)
-        for piece in range(registers.shape[1]):
-            column = arith.addi(lane, utils.c(8 * piece, ir.IndexType.get()))
-            registers[:, piece] = vector.load(ir.VectorType.get((2,), single), table, [row, column])
-        return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    return spread(table)  # pyright: ignore[reportCallIssue]
-
-
-def row_across(table: Any, row: int = 0) -> jax.Array:
-    """[64, 64] whose rows are all one row of a table in shared memory.
-
-    The compiler's search for layouts may never end where vectors across columns meet ones down rows.
-    """
-    return rows_of_tiles(table, (row,) * 4)
+    return choose(matrix)  # pyright: ignore[reportCallIssue]
 
 
 def rounded(array: jax.Array) -> jax.Array:
@@ -511,8 +197,121 @@ def rounded(array: jax.Array) -> jax.Array:
 def parts(array: jax.Array, count: int) -> list[jax.Array]:
     """An array in float32 as a sum of arrays in bfloat16."""
     parts = []
-    for _ in range(count):
+    for _ in range(count - 1):
         part = rounded(array)
         parts.append(part.astype(jnp.bfloat16))
         array = array - part
-    return parts
+    return [*parts, array.astype(jnp.bfloat16)]
+
+
+def diagonal(matrix: jax.Array) -> jax.Array:
+    """[64, 64] float32 -> [64], one number a row."""
+    if launcher.is_simulated():
+        return jnp.sum(jnp.where(iota(0) == iota(1), matrix, 0), axis=1)
+    result = plgpu.ShapeDtypeStruct((CHUNK,), jnp.float32, layout=launcher.row_layout())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
+    def take(_, array):
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        single, whole, thread = ir.F32Type.get(), ir.IntegerType.get_signless(32), thread_number()
+        warp, lane_row = warp_number(thread), arith.andi(arith.shrui(thread, utils.c(2, whole)), utils.c(7, whole))
+        is_warp = [arith.cmpi(arith.CmpIPredicate.eq, warp, utils.c(number, whole)) for number in range(3)]
+        is_odd = arith.trunci(ir.IntegerType.get_signless(1), lane_row)
+        # Of the four threads that hold a row, one holds its number on the diagonal.
+        owner = arith.andi(thread, utils.c(28, whole))
+        owner = arith.ori(owner, arith.shrui(lane_row, utils.c(1, whole)))
+        layout = fragmented_array.WGMMA_ROW_LAYOUT
+        registers = np.empty(layout.registers_shape((CHUNK,)), dtype=object)
+        for below in range(2):
+            pair = array.registers[0, 6 + below, 0, 0, below].reshape(())[()]
+            for number in range(3):
+                own = array.registers[0, 2 * number + below, 0, 0, below].reshape(())[()]
+                pair = arith.select(is_warp[number], own, pair)
+            one, other = (vector.extract(pair, [], [place]) for place in range(2))
+            operands = [arith.select(is_odd, other, one), owner]
+            instruction = "shfl.sync.idx.b32 $0, $1, $2, 31, -1;"
+            value: Any = llvm.inline_asm(single, operands, instruction, "=f,f,r", has_side_effects=True)
+            registers[0, 0, below] = vector.from_elements(ir.VectorType.get((1,), single), [value])
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return take(matrix)  # pyright: ignore[reportCallIssue]
+
+
+def sum_tiles(matrix: jax.Array, table: Any) -> None:
+    """Write sums of a matrix in float32 over the rows of each tile to a table [4, 64] in shared memory."""
+    if launcher.is_simulated():
+        table[...] = jnp.sum(matrix.reshape(4, TILE, HALF), axis=1)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def add_up(_, array, table):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        whole, void, thread = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void"), thread_number()
+        sums = []
+        for piece in range(HALF // 8):
+            rows = [array.registers[0, piece, 0, 0, below].reshape(())[()] for below in range(2)]
+            pair = arith.addf(*rows)
+            sums += [vector.extract(pair, [], [place]) for place in range(2)]
+        # Of what it and another thread hold a thread takes over one half: at last, of 64 columns, two.
+        for bit in (4, 3, 2):
+            is_upper = arith.trunci(ir.IntegerType.get_signless(1), arith.shrui(thread, utils.c(bit, whole)))
+            lower, upper = sums[: len(sums) // 2], sums[len(sums) // 2 :]
+            sums = [
+                arith.addf(
+                    arith.select(is_upper, other, one), utils.shfl_bfly(arith.select(is_upper, one, other), 1 << bit)
+                )
+                for one, other in zip(lower, upper, strict=True)
+            ]
+        offset = arith.shli(arith.andi(thread, utils.c(WARPGROUP - 1, whole)), utils.c(3, whole))
+        instructions = "{ .reg .u32 place; add.u32 place, $0, $1; st.shared.v2.f32 [place], {$2, $3}; }"
+        llvm.inline_asm(void, [utils.memref_ptr(table), offset, *sums], instructions, "r,r,f,f", has_side_effects=True)
+
+    add_up(matrix, table)  # pyright: ignore[reportCallIssue]
+
+
+def add_to_last_row(matrix: jax.Array, table: Any) -> jax.Array:
+    """A matrix in float32 to whose last row those of a table [R, 64] in shared memory are added, by its warp alone."""
+    if launcher.is_simulated():
+        return matrix + jnp.where(iota(0) == CHUNK - 1, jnp.sum(table[...], axis=0), 0)
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=result_type(HALF))
+    def add(_, array, table):
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm, vector
+
+        single, registers = ir.F32Type.get(), array.registers.copy()
+        places = [place for place in np.ndindex(registers.shape) if place[4] == 1]
+        own = [vector.extract(registers[place], [], [element]) for place in places for element in range(2)]
+        count, rows = len(own), ir.MemRefType(table.type).shape[0]
+        lines = [
+            "{ .reg .pred others; .reg .u32 place; .reg .f32 one, two;",
+            f"and.b32 place, ${2 * count + 1}, {WARPGROUP - 1}; setp.lt.u32 others, place, {WARPGROUP - 4};",
+            f"@others bra DONE; and.b32 place, place, 3; mad.lo.u32 place, place, 8, ${2 * count};",
+        ]
+        for row in range(rows):
+            for piece in range(count // 2):
+                lines.append(f"ld.shared.v2.f32 {{one, two}}, [place + {4 * (row * HALF + 8 * piece)}];")
+                lines += [
+                    f"add.f32 ${2 * piece + element}, ${2 * piece + element}, {name};"
+                    for element, name in enumerate(("one", "two"))
+                ]
+        constraints = ",".join(["=f"] * count + [str(place) for place in range(count)] + ["r", "r"])
+        struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
+        operands = [*own, utils.memref_ptr(table), thread_number()]
+        result: Any = llvm.inline_asm(
+            struct, operands, " ".join([*lines, "DONE: }"]), constraints, has_side_effects=True
+        )
+        for number, place in enumerate(places):
+            values = [llvm.extractvalue(single, result, [2 * number + element]) for element in range(2)]
+            registers[place] = vector.from_elements(ir.VectorType.get((2,), single), values)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+    return add(matrix, table)  # pyright: ignore[reportCallIssue]

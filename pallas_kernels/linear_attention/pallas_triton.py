@@ -4,7 +4,8 @@ Each chunk by itself: `prepare` makes the matrices of pairs of tokens, inverts o
 the state and write into it. `scan` carries the state over chunks and writes the output, or, for the backward pass, the
 states and what each token writes; `scan_back` carries the state's gradient from the last chunk to the first;
 `gradients`, each chunk by itself, finishes. At widths of 128 the kernels of the modules `hopper...` take their places,
-but for chunks in which one of the decays a channel is deeper in a tile than `DEEPEST`.
+but for chunks in which one of the decays a channel is deeper in a tile than `DEEPEST`; with one decay a head, the two
+scans of the backward pass share a launch.
 """
 
 import functools
@@ -21,12 +22,11 @@ from pallas_kernels import launcher
 from pallas_kernels.linear_attention import (
     chunk_kernels,
     hopper,
+    hopper_both_ways,
     hopper_carry,
     hopper_prepare,
     hopper_scalar,
     hopper_scan,
-    hopper_scan_back,
-    hopper_states,
     scan_kernels,
 )
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
@@ -146,15 +146,8 @@ def _backward(settings, saved, gradients):
     output_gradient, state_gradient = gradients
     call = _Calls(settings, query, value, sums)
     leaving = call.split_back(parts, products, output_gradient, transition, state_gradient)
-    arguments = parts, products, inverse, output_gradient, leaving
-    of_value = (value, beta) if call.is_exact else ()
-    state_gradients, solved, initial_gradient, *of_value = call.scan_back(*arguments, *of_value)
-    # Behind it, when what only `scan_back` reads is no longer held.
-    parts, solved = lax.optimization_barrier((parts, solved))
-    if call.is_exact:
-        states, written, *low = call.states(parts, value, beta, inverse, entering)
-    else:
-        (states, written), low = call.scan(parts, products, entering, keep_states=True), ()
+    arguments = parts, products, inverse, value, beta, output_gradient, entering, leaving
+    (state_gradients, solved, initial_gradient, *of_value), (states, written, *low) = call.scan_both_ways(*arguments)
     tokens = query, key, sums, depth, beta, first, last
     of_chunks = states, state_gradients, written, solved, output_gradient, *low
     query_gradient, key_gradient, decay_gradient, by_key = call.gradients(*tokens, *of_chunks)
@@ -182,21 +175,22 @@ _prepare_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_prepare.prep
 _gradients_on_hopper = launcher.traced_once(
     lambda is_scalar, *arrays: (hopper_scalar if is_scalar else hopper).gradients(*arrays)
 )
-_scan_on_hopper = launcher.traced_once(lambda keep_states, *arrays: hopper_scan.scan(*arrays, keep_states=keep_states))
-_states_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_states.states(*arrays))
-_scan_back_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_scan_back.scan_back(*arrays))
+_scan_on_hopper = launcher.traced_once(
+    lambda _, *arrays: hopper_carry.launch("scan_chunks", hopper_scan.scan(*arrays))[0]
+)
+_scan_both_ways_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_both_ways.scan_both_ways(*arrays))
 
 
 class _Parts(NamedTuple):
     """What a chunk's tokens read and write; letters as in `xla.delta_rule`.
 
-    In this order XLA gives what is read a place that the states take afterwards.
+    In this order XLA gives the first ones places that results of the backward pass take afterwards.
     """
 
     from_state: jax.Array  # w: (I + L)^-1 beta exp(G) key
-    from_value: jax.Array | None  # u: (I + L)^-1 beta value
     writing: jax.Array  # r: exp(G_C - G) key
     reading: jax.Array  # exp(G) query
+    from_value: jax.Array | None  # u: (I + L)^-1 beta value
     kept: jax.Array  # exp(G_C)
 
 
@@ -281,9 +275,9 @@ class _Calls:
         token, chunk, _, _ = self.chunk_specs(count)
         width, values = self.key_width, self.value_width
         keys, kept = token(width), chunk(*self.decay_width)
-        shapes = [self.tokens(width), self.tokens(values), self.tokens(width), self.tokens(width)]
+        shapes = [self.tokens(width), self.tokens(width), self.tokens(width), self.tokens(values)]
         kept_shape = self.of_chunks(*self.decay_width, dtype=jnp.float32)
-        return [keys, token(values), keys, keys, kept], [*shapes, kept_shape]
+        return [keys, keys, keys, token(values), kept], [*shapes, kept_shape]
 
     def is_deep(self, depth: jax.Array) -> jax.Array:
         """Whether a token of a chunk is deeper in its tile than `DEEPEST`: [B, N, H]."""
@@ -424,24 +418,16 @@ class _Calls:
         tokens = ("values", self.shape(1, length, self.heads, self.value_width))
         states = ("states", self.shape(1, chunks, self.heads, self.key_width, self.value_width))
         results = [states, tokens] if keep_states else [tokens, self.state(self.value_width)]
-        if self.is_on_hopper:
-            first, second = _scan_on_hopper(keep_states, *self.cut_all(arguments))
+        if self.is_on_hopper and not keep_states:
+            first, second = _scan_on_hopper(None, *self.cut_all(arguments))
         else:
             first, second = self.scan_call(scan_kernels.scan, arguments, results, keep_states=keep_states)
         if keep_states:
             return self.whole(first), self.whole(second)
         return self.whole(first), second.reshape(self.batch, self.pieces, *second.shape[1:])[:, -1]
 
-    def states(self, parts: _Parts, value, beta, inverse, entering):
-        """States that enter the chunks, and what the tokens write as a sum of two parts."""
-        tokens = parts.from_state, value, beta, inverse, parts.writing, parts.kept
-        return [self.whole(array) for array in _states_on_hopper(None, *map(self.cut, tokens), entering)]
-
-    def scan_back(self, parts: _Parts, products, inverse, output_gradient, leaving, *value_and_beta):
-        """Gradients of the states that leave the chunks, (I + L)^-T of those of what is written, of the first state.
-
-        On Hopper with value and beta also the gradient of the value, and of beta by the value.
-        """
+    def scan_back(self, parts: _Parts, products, inverse, output_gradient, leaving):
+        """Gradients of the states that leave the chunks, (I + L)^-T of those of what is written, of the first state."""
         arguments = [
             ("keys", parts.from_state),
             ("keys", parts.reading),
@@ -456,13 +442,25 @@ class _Calls:
         tokens = ("values", self.shape(1, length, self.heads, self.value_width))
         states = ("states", self.shape(1, chunks, self.heads, self.key_width, self.value_width))
         results = [states, tokens, self.state(self.value_width)]
-        if self.is_on_hopper:
-            of_value = map(self.cut, value_and_beta)
-            states, solved, initial, *rest = _scan_back_on_hopper(None, *self.cut_all(arguments), *of_value)
-        else:
-            states, solved, initial, *rest = self.scan_call(scan_kernels.scan_back, arguments, results)
+        return self.whole_back(*self.scan_call(scan_kernels.scan_back, arguments, results))
+
+    def whole_back(self, states, solved, initial, *of_value):
         initial = initial.reshape(self.batch, self.pieces, *initial.shape[1:])[:, 0]
-        return self.whole(states), self.whole(solved), initial, *map(self.whole, rest)
+        return self.whole(states), self.whole(solved), initial, *map(self.whole, of_value)
+
+    def scan_both_ways(self, parts: _Parts, products, inverse, value, beta, output_gradient, entering, leaving):
+        """What `scan_back` gives, and the states that enter the chunks and what the tokens write.
+
+        Where `is_exact`, the former with the gradient of the value and of beta by the value, the latter in two parts.
+        """
+        if not self.is_on_hopper:
+            back = self.scan_back(parts, products, inverse, output_gradient, leaving)
+            # Behind it, when what only `scan_back` reads is no longer held.
+            parts, back = lax.optimization_barrier((parts, back))
+            return back, self.scan(parts, products, entering, keep_states=True)
+        tokens = jax.tree.map(self.cut, (*parts, products, inverse, value, beta, output_gradient))
+        back, forward = _scan_both_ways_on_hopper(None, *tokens, entering, leaving)
+        return self.whole_back(*back), map(self.whole, forward)
 
     def gradients(
         self, query, key, sums, depth, beta, first, last, states, state_gradients, written, solved, *of_values
@@ -490,7 +488,7 @@ class _Calls:
             results = _gradients_on_hopper(True, query, key, sums, beta, first, last, *of_chunks)
         else:
             is_deep = self.is_deep(depth)
-            of_hopper = query, key, sums, beta, first, last, *of_chunks, jnp.stack([is_deep] * 4, axis=-1)
+            of_hopper = query, key, sums, beta, first, last, *of_chunks, is_deep
             query_gradient, key_gradient, sums, by_key = _gradients_on_hopper(False, *of_hopper)
             again = call(
                 chunk_kernels.gradients_again,

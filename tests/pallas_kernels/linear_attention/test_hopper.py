@@ -8,11 +8,11 @@ import pytest
 from pallas_kernels import launcher
 from pallas_kernels.linear_attention import (
     hopper,
+    hopper_both_ways,
+    hopper_carry,
     hopper_prepare,
     hopper_scalar,
     hopper_scan,
-    hopper_scan_back,
-    hopper_states,
     pallas_triton,
 )
 from pallas_kernels.linear_attention.documents import document_starts
@@ -42,8 +42,8 @@ def arguments_and_expected(narrow, wide, segments):
     first, last = pallas_triton._document_bounds(document_starts(segments))
     call = pallas_triton._Calls(SETTINGS, query, value, log_decay)
     products, inverse, sums, depth, parts = call.prepare(query, key, value, log_decay, beta, first, last)
-    states, written = call.scan(parts, products, state, keep_states=True)
-    state_gradients, solved, _ = call.scan_back(parts, products, inverse, output_gradient, last_gradient)
+    both = parts, products, inverse, value, beta, output_gradient, state, last_gradient
+    (state_gradients, solved, _), (states, written) = call.scan_both_ways(*both)
     of_chunks = states, state_gradients, written, solved, output_gradient
     expected = call.gradients(query, key, sums, depth, beta, first, last, *of_chunks)
     return (query, key, sums, beta, first, last, *of_chunks), expected
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_kernels_of_triton(documents, is_scalar):
         arguments = *before, written / 2, solved, output_gradient, written / 2
     else:
         # The sums of the second chunk stay.
-        arguments = *arguments, jnp.zeros((1, segments.shape[1] // 64, 1, 4), jnp.int32).at[:, 1].set(1)
+        arguments = *arguments, jnp.zeros((1, segments.shape[1] // 64, 1), jnp.int32).at[:, 1].set(1)
         *before, decay_gradient, by_key = expected
         expected = *before, decay_gradient.at[:, 64:128].set(arguments[2][:, 64:128]), by_key
     with launcher.simulated():
@@ -79,47 +79,55 @@ def test_gradients_are_those_of_the_kernels_of_triton(documents, is_scalar):
 
 @jax.jit
 def carried_by_triton(narrow, wide, segments):
-    """What `scan` reads, its results of both kinds, what `scan_back` reads and its results, interpreted."""
+    """What `scan` reads and its results, what `scan_both_ways` reads and its results, interpreted."""
     query, key, value, output_gradient = narrow
     log_decay, beta, state, last_gradient = wide
     first, last = pallas_triton._document_bounds(document_starts(segments))
     call = pallas_triton._Calls(SETTINGS, query, value, log_decay)
     products, inverse, *_, parts = call.prepare(query, key, value, log_decay, beta, first, last)
     forward = parts.from_state, parts.from_value, parts.reading, parts.writing, parts.kept, products, state
-    results = *call.scan(parts, products, state), *call.scan(parts, products, state, keep_states=True)
-    back = parts.from_state, parts.reading, parts.writing, parts.kept, products, inverse, output_gradient
-    gradients = call.scan_back(parts, products, inverse, output_gradient, last_gradient)
-    return forward, results, (*back, last_gradient), gradients
+    both = parts, products, inverse, value, beta, output_gradient, state, last_gradient
+    return forward, call.scan(parts, products, state), both, call.scan_both_ways(*both)
 
 
 @pytest.mark.slow
-def test_states_are_carried_as_by_the_kernels_of_triton():
-    narrow, wide, segments = draw([20, 28, 1, 79, 128], 1)
-    of_value = narrow[2], wide[1]
-    forward, results, back, gradients = carried_by_triton(narrow, wide, segments)
+@pytest.mark.parametrize("is_scalar", [False, True])
+def test_states_are_carried_as_by_the_kernels_of_triton(is_scalar):
+    narrow, (log_decay, *wide), segments = draw([20, 28, 1, 79, 128], 1)
+    log_decay = log_decay[..., 0] if is_scalar else log_decay
+    arguments, expected, _, _ = carried_by_triton(narrow, [log_decay, *wide], segments)
     with launcher.simulated():
-        output, last = jax.jit(lambda *arrays: hopper_scan.scan(*arrays, keep_states=False))(*forward)
-        states, written = jax.jit(lambda *arrays: hopper_scan.scan(*arrays, keep_states=True))(*forward)
-        found = jax.jit(hopper_scan_back.scan_back)(*back, *of_value)
-    assert_near((output, last, states, written), results, ("output", "last", "states", "written"), 2e-3)
-    assert_near(found[:3], gradients, ("state gradients", "solved", "first"), 2e-3)
-    value, beta = (np.asarray(array, np.float64) for array in of_value)
-    solved = np.asarray(gradients[1], np.float64)
-    assert_near(found[3:], (beta[..., None] * solved, np.sum(solved * value, axis=3)), ("value", "beta"), 4e-3)
+        found = jax.jit(lambda *arrays: hopper_carry.launch("scan", hopper_scan.scan(*arrays)))(*arguments)
+    assert_near(found[0], expected, ("output", "last"), 2e-3)
 
 
 @pytest.mark.slow
-def test_what_tokens_write_is_told_to_the_digits_of_float32():
-    narrow, (log_decay, beta, *states), segments = draw([20, 28, 1, 79], 1)
-    forward, results, back, _ = carried_by_triton(narrow, [log_decay[..., 0], beta, *states], segments)
-    (from_state, *_, writing, kept, _, state), inverse, value = forward, back[5], narrow[2]
+@pytest.mark.parametrize("is_scalar", [False, True])
+def test_states_and_their_gradients_are_carried_side_by_side_as_by_the_kernels_of_triton(is_scalar):
+    """Where decays are one a head, what tokens write is told to the digits of float32."""
+    narrow, (log_decay, beta, *states), segments = draw([20, 28, 1, 79, 128], 1)
+    log_decay = log_decay[..., 0] if is_scalar else log_decay
+    _, _, (parts, products, inverse, *others), (back, forward) = carried_by_triton(
+        narrow, [log_decay, beta, *states], segments
+    )
     with launcher.simulated():
-        found = jax.jit(hopper_states.states)(from_state, value, beta, inverse, writing, kept, state)
-    assert_near(found[:2], results[2:], ("states", "written"), 4e-3)
-    of_chunks = jnp.float32(from_state), jnp.float32(value) * beta[..., None], sum(map(jnp.float32, found[1:]))
-    from_state, value, written = (array.reshape(1, 2, 64, 1, 128) for array in of_chunks)
+        found = jax.jit(hopper_both_ways.scan_both_ways)(*parts, products, inverse, *others)
+    assert_near(found[0][:3], back, ("state gradients", "solved", "first"), 2e-3)
+    assert_near(found[1][:2], forward, ("states", "written"), 4e-3 if is_scalar else 2e-3)
+    if not is_scalar:
+        assert list(map(len, found)) == [3, 2]
+        return
+    value, solved = (np.asarray(array, np.float64) for array in (narrow[2], back[1]))
+    expected = np.asarray(beta)[..., None] * solved, np.sum(solved * value, axis=3)
+    assert_near(found[0][3:], expected, ("value", "beta"), 4e-3)
+    of_chunks = (
+        jnp.float32(parts.from_state),
+        jnp.float32(narrow[2]) * beta[..., None],
+        sum(map(jnp.float32, found[1][1:])),
+    )
+    from_state, value, written = (array.reshape(1, 4, 64, 1, 128) for array in of_chunks)
     from_value = jnp.einsum("bnhts,bnshv->bnthv", jnp.float32(inverse), value, precision="highest")
-    erased = jnp.einsum("bnthk,bnhkv->bnthv", from_state, jnp.float32(found[0]), precision="highest")
+    erased = jnp.einsum("bnthk,bnhkv->bnthv", from_state, jnp.float32(found[1][0]), precision="highest")
     assert_near([written], [from_value - erased], ["written"], 2e-5)
 
 
@@ -142,7 +150,7 @@ def test_what_tokens_read_and_write_is_that_of_the_kernels_of_triton(is_scalar):
     with launcher.simulated():
         products, inverse, sums, depth, parts = jax.jit(hopper_prepare.prepare)(*arguments)
     assert is_scalar or 0 < float(depth.max()) < 110
-    names = ("products", "inverse", "sums", "from state", "from value", "writing", "reading", "kept")
+    names = ("products", "inverse", "sums", "from state", "writing", "reading", "from value", "kept")
     assert_near((products, inverse, sums, *parts), expected, names, 1e-3)
 
 

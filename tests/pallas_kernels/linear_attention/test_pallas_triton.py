@@ -154,9 +154,9 @@ def test_chunks_with_deep_tokens_alone_are_done_again(monkeypatch):
     def evaluate():
         call = pallas_triton._Calls(SETTINGS, query, value, log_decay)
         products, inverse, sums, depth, parts = prepared = call.prepare(query, key, value, log_decay, beta, *bounds)
-        states, written = call.scan(parts, products, state, keep_states=True)
-        back = call.scan_back(parts, products, inverse, gradient, last.astype(jnp.float32))
-        tokens = query, key, sums, depth, beta, *bounds, states, back[0], written, back[1], gradient
+        both = parts, products, inverse, value, beta, gradient, state, last.astype(jnp.float32)
+        (state_gradients, solved, _), (states, written) = call.scan_both_ways(*both)
+        tokens = query, key, sums, depth, beta, *bounds, states, state_gradients, written, solved, gradient
         gradients = call.gradients(*tokens)
         call.is_on_hopper, call.looked_at = True, 3
         nothing = jax.tree.map(jnp.zeros_like, (products, inverse, sums, depth, list(parts)))
@@ -244,10 +244,10 @@ def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(by_channel, ke
     shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         text = jax.jit(step).lower(*shapes).compile().as_text()
-    kernels = ["prepare_chunks", "scan_chunks", "scan_chunks_back"]
-    of_channels = ["prepare_again", "scan_states", "key_gradients", "gradients_again"]
+    kernels = ["prepare_chunks", "scan_chunks"]
+    of_channels = ["prepare_again", "scan_chunks_back", "scan_states", "key_gradients", "gradients_again"]
     of_channels.append("value_gradients")
-    kernels += of_channels if by_channel else ["states_and_writes", "key_gradients_scalar"]
+    kernels += of_channels if by_channel else ["scan_both_ways", "key_gradients_scalar"]
     kernels += ["carry", "carry_identity", "carry_back"] if settings.pieces == 2 else []
     for kernel in kernels:
         assert f'"{kernel}"' in text or f"{kernel}_mosaic_gpu" in text, kernel
