@@ -15,17 +15,31 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 THREAD_OF_WARPGROUP = "mov.u32 thread, %tid.x; and.b32 thread, thread, 127;"
 """PTX that sets its register `thread` to the number of the thread in its warpgroup."""
 
+REGISTERS_OF_BLOCK = 65536
+
 _is_simulated = ContextVar("is_simulated", default=False)
+_detects_races = ContextVar("detects_races", default=False)
 
 
 @contextlib.contextmanager
-def simulated() -> Iterator[None]:
-    """Within: kernels traced run interpreted on a CPU, one block of the grid instead of one per multiprocessor."""
-    token = _is_simulated.set(True)
+def simulated(*, detect_races: bool = False) -> Iterator[None]:
+    """Within: kernels traced run interpreted on a CPU, one block of the grid instead of one per multiprocessor.
+
+    With `detect_races` warpgroups and bulk copies (not a warpgroup's warps) are watched, see `has_raced`.
+    """
+    tokens = _is_simulated.set(True), _detects_races.set(detect_races)
     try:
         yield
     finally:
-        _is_simulated.reset(token)
+        _is_simulated.reset(tokens[0])
+        _detects_races.reset(tokens[1])
+
+
+def has_raced() -> bool:
+    """Whether the last kernel simulated so used shared memory without waiting for what it was written or read by."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    return gpu_callbacks.get_races().races_found
 
 
 def is_simulated() -> bool:
@@ -49,6 +63,20 @@ def num_multiprocessors() -> int:
     if (abstract := jax.sharding.get_abstract_mesh().abstract_device) is not None:
         return abstract.num_cores
     return jax.devices()[0].core_count
+
+
+def registers(*of_threads: int) -> tuple[int, ...]:
+    """Registers of a thread in each of a block's warpgroups, as given.
+
+    Raises:
+        ValueError: they add up to more than the block starts with, so that warpgroups would wait for them for ever.
+    """
+    start = REGISTERS_OF_BLOCK // (128 * len(of_threads)) // 8 * 8
+    if sum(of_threads) > start * len(of_threads):
+        raise ValueError(
+            f"{of_threads} registers of {len(of_threads)} warpgroups that start with {start} a thread each"
+        )
+    return of_threads
 
 
 def swizzled(shape: Sequence[int], dtype: Any) -> Any:
@@ -117,7 +145,7 @@ def launch(
     if _is_simulated.get():
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-        interpret = InterpretGPUParams(detect_races=False)
+        interpret = InterpretGPUParams(detect_races=_detects_races.get())
     arguments = vary_together(*arguments)
     body.__name__ = name
     compiler_params = plgpu.CompilerParams(

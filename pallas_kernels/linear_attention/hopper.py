@@ -24,6 +24,8 @@ from pallas_kernels.linear_attention.hopper_tiles import HALF
 WIDTH = 2 * HALF
 ANCHORS = (0, 16, 32, 48, 63)
 """Rows of a chunk whose sums of decays are read as such: tiles' first ones, and the last."""
+REGISTERS = launcher.registers(240, 240, 24)
+"""Of a thread in either half, and of one that copies."""
 OUTPUT, SOLVED, WRITTEN = 0, 1, 2
 STATE_GRADIENT, STATE = 0, 1
 QUERY, KEY = 0, 1
@@ -88,7 +90,7 @@ class _Half:
         carried, leaving = products((state, self.values.at[WRITTEN]), state_gradient)
         # To the state that leaves.
         end = shared.row(self.anchors.at[self.warpgroup, ANCHORS.index(63)])
-        # Sums over the tokens of each tile, and what both states have in common.
+        # Rows 0 to 3 sum what leaves over the tokens of each tile; row 4 is the kept state times its gradient.
         end_gradients = self.end.at[self.warpgroup]
         kept = jnp.where(self.bounds.at[0][CHUNK - 1] < 0, jnp.float32(1), jnp.float32(0)) * jnp.exp2(end)
         end_gradients[4] = kept * tiles.diagonal(carried)
@@ -371,13 +373,13 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
 
         @pl.when(warpgroup == 2)
         def _():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(REGISTERS[2], action="decrease")
             lax.fori_loop(0, steps + 1, copy, ())
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup < 2)
         def _():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
             scales_smem[warpgroup, pl.ds(0, 2)] = jnp.ones((2, HALF), jnp.float32)
             lax.fori_loop(0, steps, compute, ())
 

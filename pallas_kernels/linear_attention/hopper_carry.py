@@ -27,8 +27,8 @@ WIDTH = 2 * HALF
 HALVES = range(2)
 CARRYING, BESIDE, COPYING = range(3)
 """The warpgroups."""
-REGISTERS = 208, 168
-"""Of a thread that carries the state, and of one beside it; 24 remain for copying."""
+REGISTERS = launcher.registers(208, 168, 24)
+"""Of a thread that carries the state, of one beside it, and of one that copies."""
 AHEAD = 3
 """Chunks for which what the state waits for is held; with two, loads are waited for."""
 
@@ -69,7 +69,7 @@ class Ring:
             copies(slot, self.filled.at[slot])
 
     def give(self, step, write: Callable) -> None:
-        """Once the slot is empty, `write(slot)` from registers for another warpgroup, which waits and then acquires."""
+        """Once the slot is empty, `write(slot)` from registers for another warpgroup, which takes it."""
         slot = self.slot(step)
         pl.when(step >= self.count)(lambda: self._wait_emptied(slot))
         write(slot)
@@ -80,6 +80,11 @@ class Ring:
 
     def _wait_emptied(self, slot) -> None:
         plgpu.barrier_wait(self.emptied.at[slot])
+
+    def take(self, step) -> None:
+        """Wait for what another warpgroup gave, and let tensor cores and bulk copies of this one read it."""
+        self.wait(step)
+        cores.acquire()
 
     def release(self, step) -> None:
         plgpu.barrier_arrive(self.emptied.at[self.slot(step)])

@@ -39,7 +39,7 @@ APART = (CHUNK, 3 * TILE, 2 * TILE, TILE)
 """How many early tokens have a partner no, one, two and three tiles later."""
 STARTS = (0, 64, 112, 144)
 """Where those begin, one behind the other."""
-REGISTERS = 176, 136
+REGISTERS = launcher.registers(176, 176, 136, 24)
 """Of a thread that pairs tokens, and of one that inverts (120 would be too few); 24 remain for copying."""
 
 
@@ -362,13 +362,13 @@ def prepare(query, key, value, log_decay, beta, first, last):
 
         @pl.when(warpgroup == 2)
         def _():
-            plgpu.set_max_registers(REGISTERS[1], action="increase" if REGISTERS[1] > 128 else "decrease")
+            plgpu.set_max_registers(REGISTERS[2], action="increase")
             lax.fori_loop(0, steps, solve, ())
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == 3)
         def _():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(REGISTERS[3], action="decrease")
             lax.fori_loop(0, steps, load, ())
             load_values(steps - 1)
             wait_last(decay_out)

@@ -18,7 +18,17 @@ from pallas_kernels.linear_attention import hopper_cores as cores
 from pallas_kernels.linear_attention import hopper_shared as shared
 from pallas_kernels.linear_attention import hopper_tiles as tiles
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
-from pallas_kernels.linear_attention.hopper import KEY, OUTPUT, QUERY, SOLVED, STATE, STATE_GRADIENT, WIDTH, WRITTEN
+from pallas_kernels.linear_attention.hopper import (
+    KEY,
+    OUTPUT,
+    QUERY,
+    REGISTERS,
+    SOLVED,
+    STATE,
+    STATE_GRADIENT,
+    WIDTH,
+    WRITTEN,
+)
 from pallas_kernels.linear_attention.hopper_tiles import HALF
 
 SUMS, BETA = 0, 1
@@ -231,12 +241,12 @@ def gradients(
 
         @pl.when(warpgroup < 2)
         def _():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
             lax.fori_loop(0, steps, compute, ())
 
         @pl.when(warpgroup == 2)
         def _():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(REGISTERS[2], action="decrease")
             lax.fori_loop(0, steps + 1, copy, ())
             plgpu.wait_smem_to_gmem(0)
 

@@ -54,7 +54,7 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
         carry_in, carry_out, narrow_in, narrow_out, written_in, written_out, output_in, output_out,
         reading_smem: Any = None, products_smem: Any = None,
     ):  # fmt: skip
-        (row, head, columns) = place_of(heads)
+        row, head, columns = place_of(heads)
         carrying, giving = Ring(ahead, carry_in, carry_out), Ring(BEHIND, output_in, output_out)
         states, writes = Ring(GIVEN, narrow_in, narrow_out), Ring(GIVEN, written_in, written_out)
         *of_output_refs, first_out, second_out = refs
@@ -113,29 +113,25 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
         def give_output(chunk, _):
             slot, own = giving.slot(chunk), states.slot(chunk)
             giving.wait(chunk)
-            states.wait(chunk)
-            cores.acquire()
+            states.take(chunk)
             factors = [(reading_smem.at[slot, :, half_of(half)], narrow_smem.at[own, half]) for half in HALVES]
             output = cores.product(*factors)
             states.release(chunk)
-            writes.wait(chunk)
-            cores.acquire()
+            writes.take(chunk)
             (output,) = cores.accumulate([output], [[(products_smem.at[slot], written_smem.at[own])]])
             writes.release(chunk)
-            # Of a left factor each warp reads the rows that it writes here.
+            cores.wait_for_warps()  # which have read the left factor
             products_smem[slot] = output.astype(narrow)
             giving.release(chunk)
             return ()
 
         def give_states(chunk, _):
             own = states.slot(chunk)
-            states.wait(chunk)
-            cores.acquire()
+            states.take(chunk)
             for half in HALVES:
                 target = first_out.at[row, chunk, head, half_of(half), columns]
                 plgpu.copy_smem_to_gmem(narrow_smem.at[own, half], target)
-            writes.wait(chunk)
-            cores.acquire()
+            writes.take(chunk)
             plgpu.copy_smem_to_gmem(written_smem.at[own], second_out.at[row, tokens(chunk), head, columns])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             states.release(chunk)
@@ -163,7 +159,7 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
 
         @pl.when(warpgroup == COPYING)
         def _():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(REGISTERS[2], action="decrease")
             lax.fori_loop(0, chunks + 1, load, ())
             carrying.drain(chunks)
             if not keep_states:

@@ -60,7 +60,7 @@ def scan_back(
         narrow_smem, written_smem, early_in, early_out, late_in, late_out, inverse_in, inverse_out,
         narrow_in, narrow_out, written_in, written_out, value_smem: Any = None, beta_smem: Any = None,
     ):  # fmt: skip
-        (row, head, columns) = place_of(heads)
+        row, head, columns = place_of(heads)
         of_value = refs[: 2 * has_value]
         states_out, solved_out, first_out, *value_outs = refs[2 * has_value :]
         early, late, solving = (
@@ -140,14 +140,12 @@ def scan_back(
         def solve(step, _):
             slot = solving.slot(step)
             own = states.slot(step)
-            states.wait(step)
-            cores.acquire()
+            states.take(step)
             for half in HALVES:
                 target = states_out.at[row, chunks - 1 - step, head, half_of(half), columns]
                 plgpu.copy_smem_to_gmem(narrow_smem.at[own, half], target)
             solving.wait(step)
-            writes.wait(step)
-            cores.acquire()
+            writes.take(step)
             solved = -cores.product((cores.turned(inverse_smem.at[slot]), written_smem.at[own]))
             writes.release(step)
             # Every warp waits, so that all have read the inverse.
@@ -178,7 +176,7 @@ def scan_back(
 
         @pl.when(warpgroup == COPYING)
         def _():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(REGISTERS[2], action="decrease")
             lax.fori_loop(0, chunks + 1, load, ())
             early.drain(chunks)
             late.drain(chunks)

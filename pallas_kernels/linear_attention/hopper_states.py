@@ -49,7 +49,7 @@ def states(from_state, value, beta, inverse, writing, kept, state) -> Scan:
         *, from_state_smem, writing_smem, kept_smem, value_smem, low_value_smem, beta_smem, inverse_smem,
         narrow_smem, high_smem, low_smem, carry_in, carry_out, value_in, value_out, multiplied_in,
     ):  # fmt: skip
-        (row, head, columns) = place_of(heads)
+        row, head, columns = place_of(heads)
         carrying, solving = Ring(AHEAD, carry_in, carry_out), Ring(AHEAD, value_in, value_out)
 
         def tokens(chunk):
@@ -129,7 +129,7 @@ def states(from_state, value, beta, inverse, writing, kept, state) -> Scan:
 
         @pl.when(warpgroup == COPYING)
         def _():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(REGISTERS[2], action="decrease")
             lax.fori_loop(0, chunks, load, ())
             solving.drain(chunks)
             carrying.drain(chunks)

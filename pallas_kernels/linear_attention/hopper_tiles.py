@@ -38,11 +38,6 @@ def across(vector: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(vector, (CHUNK, HALF), (1,))
 
 
-def ones() -> jax.Array:
-    array = jnp.ones((CHUNK, CHUNK), jnp.bfloat16)
-    return array if launcher.is_simulated() else plgpu.layout_cast(array, plgpu.Layout.WGMMA)
-
-
 def iota(dimension: int) -> jax.Array:
     """The row or column of each entry [64, 64], computed anew wherever it is used: registers are scarce."""
     if launcher.is_simulated():

@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
 from pallas_kernels.linear_attention import (
@@ -49,6 +52,14 @@ def arguments_and_expected(narrow, wide, segments):
     return (query, key, sums, beta, first, last, *of_chunks), expected
 
 
+def simulate(function, *arguments):
+    """Results of kernels simulated on a CPU, whose warpgroups and copies wait for each other."""
+    with launcher.simulated(detect_races=True):
+        found = jax.block_until_ready(jax.jit(function)(*arguments))
+    assert not launcher.has_raced()
+    return found
+
+
 def assert_near(found, expected, names, tolerance):
     for one, other, name in zip(found, expected, names, strict=True):
         one, other = (np.asarray(array, np.float64) for array in (one, other))
@@ -58,7 +69,7 @@ def assert_near(found, expected, names, tolerance):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("documents", "is_scalar"), [([192], False), ([20, 28, 1, 79], False), ([20, 28, 1, 79], True)]
+    ("documents", "is_scalar"), [([64], False), ([20, 28, 1, 79, 192], False), ([20, 28, 1, 79, 192], True)]
 )
 def test_gradients_are_those_of_the_kernels_of_triton(documents, is_scalar):
     narrow, (log_decay, *wide), segments = draw(documents, 1)
@@ -69,11 +80,10 @@ def test_gradients_are_those_of_the_kernels_of_triton(documents, is_scalar):
         arguments = *before, written / 2, solved, output_gradient, written / 2
     else:
         # The sums of the second chunk stay.
-        arguments = *arguments, jnp.zeros((1, segments.shape[1] // 64, 1), jnp.int32).at[:, 1].set(1)
+        arguments = *arguments, jnp.zeros((1, segments.shape[1] // 64, 1), jnp.int32).at[:, 1:2].set(1)
         *before, decay_gradient, by_key = expected
         expected = *before, decay_gradient.at[:, 64:128].set(arguments[2][:, 64:128]), by_key
-    with launcher.simulated():
-        found = jax.jit((hopper_scalar if is_scalar else hopper).gradients)(*arguments)
+    found = simulate((hopper_scalar if is_scalar else hopper).gradients, *arguments)
     assert_near(found, expected, ("query", "key", "decay", "beta"), 2e-3)
 
 
@@ -93,11 +103,10 @@ def carried_by_triton(narrow, wide, segments):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_scalar", [False, True])
 def test_states_are_carried_as_by_the_kernels_of_triton(is_scalar):
-    narrow, (log_decay, *wide), segments = draw([20, 28, 1, 79, 128], 1)
+    narrow, (log_decay, *wide), segments = draw([20, 28, 1, 79, 192], 1)
     log_decay = log_decay[..., 0] if is_scalar else log_decay
     arguments, expected, _, _ = carried_by_triton(narrow, [log_decay, *wide], segments)
-    with launcher.simulated():
-        found = jax.jit(lambda *arrays: hopper_carry.launch("scan", hopper_scan.scan(*arrays)))(*arguments)
+    found = simulate(lambda *arrays: hopper_carry.launch("scan", hopper_scan.scan(*arrays)), *arguments)
     assert_near(found[0], expected, ("output", "last"), 2e-3)
 
 
@@ -105,13 +114,12 @@ def test_states_are_carried_as_by_the_kernels_of_triton(is_scalar):
 @pytest.mark.parametrize("is_scalar", [False, True])
 def test_states_and_their_gradients_are_carried_side_by_side_as_by_the_kernels_of_triton(is_scalar):
     """Where decays are one a head, what tokens write is told to the digits of float32."""
-    narrow, (log_decay, beta, *states), segments = draw([20, 28, 1, 79, 128], 1)
+    narrow, (log_decay, beta, *states), segments = draw([20, 28, 1, 79, 192], 1)
     log_decay = log_decay[..., 0] if is_scalar else log_decay
     _, _, (parts, products, inverse, *others), (back, forward) = carried_by_triton(
         narrow, [log_decay, beta, *states], segments
     )
-    with launcher.simulated():
-        found = jax.jit(hopper_both_ways.scan_both_ways)(*parts, products, inverse, *others)
+    found = simulate(hopper_both_ways.scan_both_ways, *parts, products, inverse, *others)
     assert_near(found[0][:3], back, ("state gradients", "solved", "first"), 2e-3)
     assert_near(found[1][:2], forward, ("states", "written"), 4e-3 if is_scalar else 2e-3)
     if not is_scalar:
@@ -125,7 +133,7 @@ def test_states_and_their_gradients_are_carried_side_by_side_as_by_the_kernels_o
         jnp.float32(narrow[2]) * beta[..., None],
         sum(map(jnp.float32, found[1][1:])),
     )
-    from_state, value, written = (array.reshape(1, 4, 64, 1, 128) for array in of_chunks)
+    from_state, value, written = (array.reshape(1, 5, 64, 1, 128) for array in of_chunks)
     from_value = jnp.einsum("bnhts,bnshv->bnthv", jnp.float32(inverse), value, precision="highest")
     erased = jnp.einsum("bnthk,bnhkv->bnthv", from_state, jnp.float32(found[1][0]), precision="highest")
     assert_near([written], [from_value - erased], ["written"], 2e-5)
@@ -144,14 +152,46 @@ def prepared_by_triton(narrow, wide, segments):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_scalar", [False, True])
 def test_what_tokens_read_and_write_is_that_of_the_kernels_of_triton(is_scalar):
-    narrow, (log_decay, *wide), segments = draw([20, 28, 1, 79], 1)
+    narrow, (log_decay, *wide), segments = draw([20, 28, 1, 79, 192], 1)
     log_decay = log_decay[..., 0] if is_scalar else log_decay
     arguments, expected = prepared_by_triton(narrow, [log_decay, *wide], segments)
-    with launcher.simulated():
-        products, inverse, sums, depth, parts = jax.jit(hopper_prepare.prepare)(*arguments)
+    products, inverse, sums, depth, parts = simulate(hopper_prepare.prepare, *arguments)
     assert is_scalar or 0 < float(depth.max()) < 110
     names = ("products", "inverse", "sums", "from state", "writing", "reading", "from value", "kept")
     assert_near((products, inverse, sums, *parts), expected, names, 1e-3)
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_race_between_warpgroups_is_seen(is_waiting):
+    def body(source, target, *, buffer, is_written):
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def _():
+            buffer[...] = launcher.load(source, plgpu.Layout.WG_STRIDED((128,), 1)) + 1
+            plgpu.barrier_arrive(is_written)
+
+        @pl.when(lax.axis_index("warpgroup") == 1)
+        def _():
+            if is_waiting:
+                plgpu.barrier_wait(is_written)
+            target[...] = buffer[...]
+            if not is_waiting:
+                plgpu.barrier_wait(is_written)
+
+    def launch(source):
+        output = jax.ShapeDtypeStruct((128,), jnp.float32)
+        scratch = {"buffer": plgpu.SMEM((128,), jnp.float32), "is_written": plgpu.Barrier(num_arrivals=1)}
+        grid = {"grid": (1,), "grid_names": ("worker",), "num_threads": 2, "thread_name": "warpgroup"}
+        return launcher.launch(body, (source,), [output], scratch=scratch, name="race", **grid)[0]
+
+    with launcher.simulated(detect_races=True):
+        jax.block_until_ready(jax.jit(launch)(jnp.zeros(128)))
+    assert launcher.has_raced() != is_waiting
+
+
+def test_registers_that_a_block_never_has_are_refused():
+    assert launcher.registers(240, 240, 24) == (240, 240, 24)
+    with pytest.raises(ValueError, match="warpgroups that start with 168 a thread each"):
+        launcher.registers(240, 240, 32)
 
 
 def test_widths_the_kernel_cannot_take_are_said():

@@ -290,6 +290,14 @@ def test_results_on_a_gpu_are_near_float64_and_bitwise_repeatable(lengths, by_ch
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
+@pytest.mark.parametrize(("by_channel", "key_heads"), [(True, 2), (False, 4)])
+def test_results_of_blocks_that_take_many_chunks_on_a_gpu(by_channel, key_heads, monkeypatch):
+    monkeypatch.setattr(launcher, "num_multiprocessors", lambda: 3)
+    check_on_a_gpu(functools.partial(delta_rule, implementation="pallas"), (900,), by_channel, key_heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
 @pytest.mark.parametrize("pieces", [4, 16])
 @pytest.mark.parametrize(("by_channel", "key_heads"), [(True, 2), (False, 4)])
 def test_a_row_split_over_a_gpu_is_near_float64_and_bitwise_repeatable(by_channel, key_heads, pieces):
