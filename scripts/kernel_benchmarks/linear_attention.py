@@ -123,15 +123,14 @@ def floors(tokens, heads, key_heads, by_channel):
     return forward, tuple(map(sum, zip(forward, backward, strict=True)))
 
 
-def compiled(case, part):
-    """The compiled function of a case; None if the kernels cannot take it."""
+def lowered(case, part):
+    """The function of a case, to be compiled; None if the kernels cannot take it."""
     *arrays, gradient, _ = jax.eval_shape(partial(draw, *case))
     try:
-        lowered = jax.jit(step).lower(*arrays, gradient) if part == "step" else jax.jit(forward).lower(*arrays)
+        return jax.jit(step).lower(*arrays, gradient) if part == "step" else jax.jit(forward).lower(*arrays)
     except ValueError as error:
         print(error)
         return None
-    return lowered.compile()
 
 
 def run(only, median_seconds, report):
@@ -148,8 +147,10 @@ def run(only, median_seconds, report):
         check(length, by_channel, key_heads, decay, document)
     cases = [(name, part) for name in CASES for part in ("forward", "step") if only in f"{name} {part}"]
     cases = [(name, part) for name, part in cases if part == "forward" or CASES[name][0] <= LONGEST_STEP]
+    # Lowered by one thread: two at once have crashed in Mosaic GPU.
+    functions = [lowered(CASES[name], part) for name, part in cases]
     with ThreadPoolExecutor() as pool:
-        functions = list(pool.map(lambda case: compiled(CASES[case[0]], case[1]), cases))
+        functions = list(pool.map(lambda function: function and function.compile(), functions))
     for (name, part), function in zip(cases, functions, strict=True):
         *arrays, gradient, _ = draw(*CASES[name])
         if part == "step":
@@ -157,3 +158,4 @@ def run(only, median_seconds, report):
         if function is not None:
             floor = floors(*CASES[name][:4])[part == "step"]
             report(f"{name} {part}", median_seconds(function, *arrays), *floor, function)
+        del arrays, gradient
