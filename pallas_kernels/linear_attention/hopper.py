@@ -19,11 +19,8 @@ from pallas_kernels.linear_attention import hopper_cores as cores
 from pallas_kernels.linear_attention import hopper_shared as shared
 from pallas_kernels.linear_attention import hopper_tiles as tiles
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK, DEEPEST, TILE_BITS
-from pallas_kernels.linear_attention.hopper_tiles import HALF
+from pallas_kernels.linear_attention.hopper_tiles import ANCHORS, HALF, WIDTH
 
-WIDTH = 2 * HALF
-ANCHORS = (0, 16, 32, 48, 63)
-"""Rows of a chunk whose sums of decays are read as such: tiles' first ones, and the last."""
 REGISTERS = launcher.registers(240, 240, 24)
 """Of a thread in either half, and of one that copies."""
 OUTPUT, SOLVED, WRITTEN = 0, 1, 2

@@ -21,9 +21,8 @@ from pallas_kernels import launcher
 from pallas_kernels.linear_attention import hopper_cores as cores
 from pallas_kernels.linear_attention import hopper_shared as shared
 from pallas_kernels.linear_attention import hopper_tiles as tiles
-from pallas_kernels.linear_attention.hopper_tiles import HALF
+from pallas_kernels.linear_attention.hopper_tiles import HALF, WIDTH
 
-WIDTH = 2 * HALF
 HALVES = range(2)
 CARRYING, BESIDE, COPYING = range(3)
 """The warpgroups."""

@@ -29,12 +29,9 @@ from pallas_kernels.linear_attention import hopper_shared as shared
 from pallas_kernels.linear_attention import hopper_tiles as tiles
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK, LOG2_E, TILE, TILE_BITS
 from pallas_kernels.linear_attention.hopper_inverse import invert
-from pallas_kernels.linear_attention.hopper_tiles import HALF
+from pallas_kernels.linear_attention.hopper_tiles import ANCHORS, HALF, WIDTH
 
-WIDTH = 2 * HALF
 QUERY, KEY = 0, 1
-ANCHORS = (0, 16, 32, 48, 63)
-"""Rows of a chunk whose sums of decays are read as such: tiles' first ones, and the last."""
 APART = (CHUNK, 3 * TILE, 2 * TILE, TILE)
 """How many early tokens have a partner no, one, two and three tiles later."""
 STARTS = (0, 64, 112, 144)

@@ -26,10 +26,9 @@ from pallas_kernels.linear_attention.hopper import (
     SOLVED,
     STATE,
     STATE_GRADIENT,
-    WIDTH,
     WRITTEN,
 )
-from pallas_kernels.linear_attention.hopper_tiles import HALF
+from pallas_kernels.linear_attention.hopper_tiles import HALF, WIDTH
 
 SUMS, BETA = 0, 1
 LOW = WRITTEN + 1

@@ -25,7 +25,6 @@ from pallas_kernels.linear_attention.hopper_carry import (
     GIVEN,
     HALVES,
     REGISTERS,
-    WIDTH,
     Ring,
     Scan,
     half_of,
@@ -36,7 +35,7 @@ from pallas_kernels.linear_attention.hopper_carry import (
     turned,
     write_state,
 )
-from pallas_kernels.linear_attention.hopper_tiles import HALF
+from pallas_kernels.linear_attention.hopper_tiles import HALF, WIDTH
 
 BEHIND = 2
 """Chunks for which what waits for the gradient is held."""

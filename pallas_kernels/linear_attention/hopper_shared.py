@@ -86,11 +86,10 @@ def row_across(table: Any, row: int = 0) -> jax.Array:
 
 
 def keep_rows(matrix: jax.Array, table: Any) -> None:
-    """Write the first row of each tile, and the last row of all, to a table [5, 64] in shared memory."""
+    """Write the rows `ANCHORS` to a table [5, 64] in shared memory."""
     if launcher.is_simulated():
-        for number in range(4):
-            table[number] = matrix[number * TILE]
-        table[4] = matrix[CHUNK - 1]
+        for number, row in enumerate(tiles.ANCHORS):
+            table[number] = matrix[row]
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
@@ -124,6 +123,15 @@ def keep_rows(matrix: jax.Array, table: Any) -> None:
     keep(matrix, table)  # pyright: ignore[reportCallIssue]
 
 
+def _four_pairs(array: Any, start: int) -> list[Any]:
+    """What a thread holds of four matrices of 8 rows and columns from piece `start` of 8 columns on, 32 bits each."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+
+    pairs = [array.registers[0, start + right, 0, 0, below] for right in range(2) for below in range(2)]
+    return [utils.bitcast(pair.reshape(())[()], ir.IntegerType.get_signless(32)) for pair in pairs]
+
+
 def store_turned(matrix: jax.Array, target: Any) -> None:
     """Write a matrix [64, 64] in bfloat16 to a swizzled buffer in shared memory as its transpose."""
     if launcher.is_simulated():
@@ -152,8 +160,7 @@ def store_turned(matrix: jax.Array, target: Any) -> None:
         place = arith.addi(arith.shli(column, number(7)), arith.shli(piece, number(4)))
         place, base = arith.addi(place, arith.shli(right, number(10))), utils.memref_ptr(target)
         for start in range(0, HALF // 8, 2):
-            pairs = [array.registers[0, start + right, 0, 0, below] for right in range(2) for below in range(2)]
-            pairs = [utils.bitcast(pair.reshape(())[()], whole) for pair in pairs]
+            pairs = _four_pairs(array, start)
             instructions = (
                 "{ .reg .u32 place; add.u32 place, $0, $1; stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
                 f"[place + {start * 1024}], {{$2, $3, $4, $5}}; }}"
@@ -193,8 +200,7 @@ def store_first_rows(matrix: jax.Array, target: Any) -> None:
         base = utils.memref_ptr(target)
         is_taken = arith.cmpi(arith.CmpIPredicate.ult, warp, number(ir.MemRefType(target.type).shape[0] * 8 // TILE))
         for start in range(0, HALF // 8, 2):
-            pairs = [array.registers[0, start + right, 0, 0, below] for right in range(2) for below in range(2)]
-            pairs = [utils.bitcast(pair.reshape(())[()], whole) for pair in pairs]
+            pairs = _four_pairs(array, start)
             instructions = (
                 f"{{ .reg .u32 place; xor.b32 place, $1, {start * 16}; add.u32 place, place, $0; "
                 "@$6 stmatrix.sync.aligned.m8n8.x4.shared.b16 [place], {$2, $3, $4, $5}; }"

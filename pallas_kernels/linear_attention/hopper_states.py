@@ -25,7 +25,6 @@ from pallas_kernels.linear_attention.hopper_carry import (
     COPYING,
     HALVES,
     REGISTERS,
-    WIDTH,
     Ring,
     Scan,
     half_of,
@@ -35,7 +34,7 @@ from pallas_kernels.linear_attention.hopper_carry import (
     read_state,
     turned,
 )
-from pallas_kernels.linear_attention.hopper_tiles import HALF
+from pallas_kernels.linear_attention.hopper_tiles import HALF, WIDTH
 
 
 def states(from_state, value, beta, inverse, writing, kept, state) -> Scan:

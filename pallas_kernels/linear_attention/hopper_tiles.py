@@ -18,6 +18,10 @@ from pallas_kernels.linear_attention.chunk_kernels import CHUNK, TILE, TILE_BITS
 
 HALF = 64
 """Columns: key channels of one warpgroup."""
+WIDTH = 2 * HALF
+"""Channels of a key or a value."""
+ANCHORS = (0, 16, 32, 48, 63)
+"""Rows of a chunk whose sums of decays are read as such: tiles' first ones, and the last."""
 WARPGROUP = 128
 """Threads."""
 TILED = plgpu.RefType(launcher.swizzle(HALF, jnp.bfloat16))
