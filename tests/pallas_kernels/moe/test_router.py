@@ -115,6 +115,9 @@ def test_logits_of_tokens_in_bfloat16_and_their_gradients_are_as_good_as_in_floa
 
     logits, tokens_gradient, router_gradient = run(tokens, router, gradient)
     assert (logits.dtype, tokens_gradient.dtype, router_gradient.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
-    assert np.all(abs(logits - exact[0]) < 2e-7 * sizes[0])
+    # How far float32 itself is off depends on the order in which a processor adds up.
+    plain = jnp.matmul(tokens.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+    allowed = max(2e-7, np.max(abs(plain - exact[0]) / sizes[0]))
+    assert np.all(abs(logits - exact[0]) < allowed * sizes[0])
     assert np.all(abs(tokens_gradient.astype(jnp.float32) - exact[1]) < 2.0**-8 * abs(exact[1]) + 2e-5 * sizes[1])
     assert np.all(abs(router_gradient - exact[2]) < 3e-7 * sizes[2])
