@@ -98,7 +98,7 @@ def _simulated(factors: Sequence[Factors]) -> jax.Array:
 def _multiply(factors, widths, totals: Sequence[jax.Array] = (), *, is_awaited: bool = True) -> list[jax.Array]:
     """Sums of products by one piece of PTX, which makes descriptors of factors in shared memory from their addresses.
 
-    `plgpu.wgmma` makes them outside, 64 bits each, which compilers keep from chunk to chunk, and shared.spill.
+    `plgpu.wgmma` makes them outside, 64 bits each, which compilers keep from chunk to chunk, and spill.
     """
     flat = [factor for pairs in factors for pair in pairs for factor in pair[:2]]
     are_turned = [isinstance(factor, Turned) for factor in flat]

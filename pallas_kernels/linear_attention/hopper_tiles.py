@@ -77,7 +77,7 @@ def iota(dimension: int) -> jax.Array:
 def unknown(number: Any, step: Any) -> Any:
     """The number, which compilers take for another one at each step of a loop.
 
-    Else they keep addresses that follow from it, and shared.spill them. There are never 2^30 steps.
+    Else they keep addresses that follow from it, and spill them. There are never 2^30 steps.
     """
     return number + (step >> 30)
 
