@@ -252,10 +252,14 @@ def test_a_full_disk_is_one_message_and_leaves_earlier_steps_whole(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert "complete steps: 1" in str(caught.value) and "\n" not in str(caught.value)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["1"]
+        # What Orbax's threads still write may reappear behind the clearing up; the next start removes it.
+        left = {path.name for path in tmp_path.iterdir()} - {"1"}
+        assert all(name.startswith("2.orbax-checkpoint-tmp") for name in left)
         store.save(3, _state(3), {})
         store.wait()
         _assert_bitwise_equal(_restore(tmp_path)[0][0], _state(3))
+        with Store(tmp_path):
+            assert {path.name for path in tmp_path.iterdir()} == {"1", "3"}
     finally:
         if limit != "file size":
             subprocess.run(["umount", str(tmp_path)], check=False)
