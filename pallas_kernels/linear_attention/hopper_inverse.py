@@ -76,9 +76,6 @@ def _inverse_of_tiles(lower: Any) -> jax.Array:
         def number(value):
             return utils.c(value, whole)
 
-        def bits(start, count):
-            return arith.andi(arith.shrui(thread, number(start)), number(2**count - 1))
-
         def run(instruction, operands, kinds, kind, count):
             own = single if kind == "f" else whole
             structure = llvm.StructType.get_literal([own] * count)
@@ -89,7 +86,7 @@ def _inverse_of_tiles(lower: Any) -> jax.Array:
         # A tile is four matrices of 8 rows and columns, named by whether they lie below and right. A thread holds two
         # entries of each, and says where one row of one lies.
         corners = [(below, right) for right in range(2) for below in range(2)]
-        own_row, below, right = bits(0, 3), bits(3, 1), bits(4, 1)
+        own_row, below, right = tiles.bits(thread, 0, 3), tiles.bits(thread, 3, 1), tiles.bits(thread, 4, 1)
         row = arith.addi(arith.shli(arith.addi(arith.shli(warp, number(1)), below), number(3)), own_row)
         piece = arith.xori(arith.addi(arith.shli(warp, number(1)), right), own_row)
         place = arith.addi(arith.shli(row, number(7)), arith.shli(piece, number(4)))
@@ -125,8 +122,8 @@ def _inverse_of_tiles(lower: Any) -> jax.Array:
             return run("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [value], "r", "r", 1)[0]
 
         # Entries of a pair and their row, within 8, differ in the same bits but the lowest.
-        half_row, half_column = bits(3, 2), bits(0, 2)
-        differing, is_odd = arith.xori(half_row, half_column), arith.cmpi(equal, bits(2, 1), number(1))
+        half_row, half_column = tiles.bits(thread, 3, 2), tiles.bits(thread, 0, 2)
+        differing, is_odd = arith.xori(half_row, half_column), arith.cmpi(equal, tiles.bits(thread, 2, 1), number(1))
         is_near = arith.cmpi(equal, differing, zero)
         one, opposite = arith.constant(single, ir.FloatAttr.get(single, 1.0)), number(-0x7FFF8000)
         negative = {corner: arith.xori(value, opposite) for corner, value in load("").items()}

@@ -105,7 +105,7 @@ def keep_rows(matrix: jax.Array, table: Any) -> None:
             return utils.c(value, whole)
 
         warp, base = tiles.warp_number(thread), utils.memref_ptr(table)
-        lane_row = arith.andi(arith.shrui(thread, number(2)), number(7))
+        lane_row = tiles.bits(thread, 2, 3)
         column = arith.shli(arith.andi(thread, number(3)), number(3))
         first = arith.addi(column, arith.muli(warp, number(row_bytes)))
         last = arith.addi(column, number(4 * row_bytes))
@@ -132,6 +132,11 @@ def _four_pairs(array: Any, start: int) -> list[Any]:
     return [utils.bitcast(pair.reshape(())[()], ir.IntegerType.get_signless(32)) for pair in pairs]
 
 
+def _place_in_four(thread: Any) -> list[Any]:
+    """Of a thread that says where a line of one of four matrices goes: the line, and whether it is below, or right."""
+    return [tiles.bits(thread, start, count) for start, count in ((0, 3), (3, 1), (4, 1))]
+
+
 def store_turned(matrix: jax.Array, target: Any) -> None:
     """Write a matrix [64, 64] in bfloat16 to a swizzled buffer in shared memory as its transpose."""
     if launcher.is_simulated():
@@ -149,13 +154,10 @@ def store_turned(matrix: jax.Array, target: Any) -> None:
         def number(value):
             return utils.c(value, whole)
 
-        def bits(start, count):
-            return arith.andi(arith.shrui(thread, number(start)), number(2**count - 1))
-
         # An instruction stores four matrices of 8 rows and columns. A thread says where one of their columns goes: to
         # the row of that number, whose pieces of 16 bytes are swizzled by it.
         thread = tiles.thread_number()
-        column, below, right = bits(0, 3), bits(3, 1), bits(4, 1)
+        column, below, right = _place_in_four(thread)
         piece = arith.xori(arith.addi(arith.shli(tiles.warp_number(thread), number(1)), below), column)
         place = arith.addi(arith.shli(column, number(7)), arith.shli(piece, number(4)))
         place, base = arith.addi(place, arith.shli(right, number(10))), utils.memref_ptr(target)
@@ -187,14 +189,11 @@ def store_first_rows(matrix: jax.Array, target: Any) -> None:
         def number(value):
             return utils.c(value, whole)
 
-        def bits(start, count):
-            return arith.andi(arith.shrui(thread, number(start)), number(2**count - 1))
-
         # An instruction stores four matrices of 8 rows and columns. A thread says where one of their rows goes, whose
         # pieces of 16 bytes are swizzled by its number.
         thread = tiles.thread_number()
         warp = tiles.warp_number(thread)
-        own_row, below, right = bits(0, 3), bits(3, 1), bits(4, 1)
+        own_row, below, right = _place_in_four(thread)
         row = arith.addi(arith.shli(arith.addi(arith.shli(warp, number(1)), below), number(3)), own_row)
         place = arith.addi(arith.shli(row, number(7)), arith.shli(arith.xori(right, own_row), number(4)))
         base = utils.memref_ptr(target)

@@ -58,7 +58,7 @@ def iota(dimension: int) -> jax.Array:
         pair = ir.VectorType.get((2,), whole)
         thread = thread_number()
         if dimension == 0:  # Of a warp's 32 threads four hold a row and the one 8 rows below.
-            first = arith.andi(arith.shrui(thread, utils.c(2, whole)), utils.c(7, whole))
+            first = bits(thread, 2, 3)
             first = arith.addi(first, arith.shli(warp_number(thread), utils.c(TILE_BITS, whole)))
         else:
             first = arith.shli(arith.andi(thread, utils.c(3, whole)), utils.c(1, whole))
@@ -110,14 +110,19 @@ def thread_number() -> Any:
     return llvm.inline_asm(whole, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
 
 
-def warp_number(thread: Any) -> Any:
-    """Within a warpgroup, in which each of four warps holds a tile of 16 rows."""
+def bits(number: Any, start: int, count: int) -> Any:
+    """The number that `count` bits of a 32-bit one make, from bit `start` on."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
 
     whole = ir.IntegerType.get_signless(32)
-    return arith.andi(arith.shrui(thread, utils.c(5, whole)), utils.c(3, whole))
+    return arith.andi(arith.shrui(number, utils.c(start, whole)), utils.c(2**count - 1, whole))
+
+
+def warp_number(thread: Any) -> Any:
+    """Within a warpgroup, in which each of four warps holds a tile of 16 rows."""
+    return bits(thread, 5, 2)
 
 
 def choose_tiles(matrix: jax.Array, is_chosen: Callable[[int, int], bool]) -> jax.Array:
@@ -216,7 +221,7 @@ def diagonal(matrix: jax.Array) -> jax.Array:
         from jaxlib.mlir.dialects import arith, llvm, vector
 
         single, whole, thread = ir.F32Type.get(), ir.IntegerType.get_signless(32), thread_number()
-        warp, lane_row = warp_number(thread), arith.andi(arith.shrui(thread, utils.c(2, whole)), utils.c(7, whole))
+        warp, lane_row = warp_number(thread), bits(thread, 2, 3)
         is_warp = [arith.cmpi(arith.CmpIPredicate.eq, warp, utils.c(number, whole)) for number in range(3)]
         is_odd = arith.trunci(ir.IntegerType.get_signless(1), lane_row)
         # Of the four threads that hold a row, one holds its number on the diagonal.
