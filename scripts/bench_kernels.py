@@ -8,6 +8,7 @@ the arguments.
 
 import argparse
 import importlib.util
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -16,13 +17,20 @@ from pathlib import Path
 import jax
 
 PEAK_FLOPS, PEAK_BYTES = 790e12, 4.3e12
+ROUND = 0.05
 DIRECTORY = Path(__file__).parent / "kernel_benchmarks"
 
 
-def median_seconds(function: Callable, *arguments, repeats: int = 5, calls: int = 5) -> float:
-    """Seconds of one call of the compiled function: the median over rounds of calls that wait at the end."""
+def median_seconds(function: Callable, *arguments, repeats: int = 5) -> float:
+    """Seconds of one call of the compiled function: the median over rounds of calls that wait at the end.
+
+    A round lasts 50 ms or more, so that what it takes to start the first call and to hear of the last is not counted.
+    """
     for _ in range(2):  # one after the other: the largest cases leave no memory for two results
+        start = time.perf_counter()
         jax.block_until_ready(function(*arguments))
+        seconds = time.perf_counter() - start
+    calls = max(5, math.ceil(ROUND / seconds))
     rounds = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -64,8 +64,8 @@ def run(only, median_seconds, report):
             options = {"is_normed": is_normed, "implementation": implementation}
             once = jax.jit(partial(forward, **options)).lower(*arrays).compile()
             both = jax.jit(partial(step, **options)).lower(arrays, gradient).compile()
-            seconds = median_seconds(once, *arrays, calls=20)
+            seconds = median_seconds(once, *arrays)
             report(f"forward {case}", seconds, 0, (num_sources + 1) * row, once)
             # With a norm the mix is kept too.
-            seconds = median_seconds(both, arrays, gradient, calls=20)
+            seconds = median_seconds(both, arrays, gradient)
             report(f"step {case}", seconds, 0, (3 * num_sources + 2 + 2 * is_normed) * row, both)

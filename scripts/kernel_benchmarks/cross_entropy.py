@@ -79,9 +79,9 @@ def run(only, median_seconds, report):
             .compile()
         )
         num_products = 2 if gradient_dtype is None else 3
-        seconds = median_seconds(compiled, *arrays, repeats=3, calls=3)
+        seconds = median_seconds(compiled, *arrays, repeats=3)
         report(f"{name}, {chunk_tokens}", seconds, num_products * product, 0, compiled)
     if only in "loss alone":
         loss = partial(cross_entropy, chunk_tokens=2048, logits_dtype=jnp.bfloat16, implementation="pallas")
         compiled = jax.jit(loss, compiler_options={"xla_gpu_enable_triton_gemm": False}).lower(*arrays).compile()
-        report("loss alone, 2048", median_seconds(compiled, *arrays, repeats=3, calls=3), product, 0, compiled)
+        report("loss alone, 2048", median_seconds(compiled, *arrays, repeats=3), product, 0, compiled)

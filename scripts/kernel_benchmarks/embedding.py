@@ -46,7 +46,7 @@ def run(only, median_seconds, report):
     def measure(case, function, arrays, flops, num_bytes):
         if only in case:
             compiled = jax.jit(function).lower(*arrays).compile()
-            report(case, median_seconds(compiled, *arrays, calls=20), flops, num_bytes, compiled)
+            report(case, median_seconds(compiled, *arrays), flops, num_bytes, compiled)
 
     keys = iter(jax.random.split(jax.random.key(0), 16))
     normal = partial(jax.random.normal, dtype=jnp.bfloat16)
