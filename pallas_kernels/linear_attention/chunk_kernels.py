@@ -321,24 +321,51 @@ class _OfChunk:
         self.ref[self._places(index)] = array
 
 
-def _again(kernel, arguments, is_deep_ref, results, **options):
-    """`kernel` for those of a program's chunks in which a token is deeper in its tile than `DEEPEST`."""
-    chunks = is_deep_ref.shape[0]
+def _again(kernel, arguments, results, chunks: int, is_any, is_deep: Callable, **options):
+    """`kernel` for those of a program's chunks that are deep, if any is."""
 
     def look(chunk, _):
-        @pl.when(is_deep_ref[chunk] > 0)
+        @pl.when(is_deep(chunk))
         def _():
             refs = [_OfChunk(ref, chunk, is_of_tokens=ref.shape[0] > chunks) for ref in (*arguments, *results)]
             kernel(*refs, **options)
 
         return 0
 
-    lax.fori_loop(0, chunks, look, 0)
+    @pl.when(is_any)
+    def _():
+        lax.fori_loop(0, chunks, look, 0)
+
+
+def _largest(arrays):
+    """Of all that was read: at once, not each once the one before is known."""
+    return jnp.max(functools.reduce(jnp.maximum, arrays))
 
 
 def prepare_again(*refs, **options):
-    """`prepare`, whose results so far lie between its arguments and the same refs as results, with which are deep."""
-    _again(prepare, refs[:7], refs[16], refs[17:], **options)
+    """`prepare` of chunks in which a token is deeper in its tile than `DEEPEST`; and which are.
+
+    The arguments of `prepare`, how deep tokens are in each half of the channels [2, S], and results so far but the
+    depths, in whose places the results lie. Depths are those of deep chunks alone.
+    """
+    arguments, halves_ref, results, is_deep_ref = refs[:7], refs[7], refs[16:-1], refs[-1]
+    chunks = is_deep_ref.shape[0]
+
+    def depths(chunk):
+        return halves_ref[:, pl.ds(chunk * CHUNK, CHUNK)]
+
+    def is_deep(chunk):
+        is_deep = jnp.max(depths(chunk)) > DEEPEST
+        is_deep_ref[chunk] = is_deep.astype(jnp.int32)
+        return is_deep
+
+    def clear(chunk, _):
+        is_deep_ref[chunk] = jnp.int32(0)
+        return 0
+
+    is_any = _largest(map(depths, range(chunks))) > DEEPEST
+    lax.fori_loop(0, chunks, clear, 0)
+    _again(prepare, arguments, results, chunks, is_any, is_deep, **options)
 
 
 def value_gradients(value_ref, beta_ref, solved_ref, by_key_ref, value_gradient_ref, beta_gradient_ref, *, interpret):
@@ -486,4 +513,7 @@ def gradients_again(*refs, **options):
 
     Its arguments, which chunks are deep, results so far, and the results, in the places of those and of the sums.
     """
-    _again(gradients, refs[:12], refs[12], refs[16:], **options)
+    is_deep_ref = refs[12]
+    chunks = is_deep_ref.shape[0]
+    is_any = _largest(is_deep_ref[chunk] for chunk in range(chunks)) > 0
+    _again(gradients, refs[:12], refs[16:], chunks, is_any, lambda chunk: is_deep_ref[chunk] > 0, **options)

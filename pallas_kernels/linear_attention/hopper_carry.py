@@ -26,7 +26,7 @@ from pallas_kernels.linear_attention.hopper_tiles import HALF, WIDTH
 HALVES = range(2)
 CARRYING, BESIDE, COPYING = range(3)
 """The warpgroups."""
-REGISTERS = launcher.registers(208, 168, 24)
+REGISTERS = launcher.registers(240, 168, 24)
 """Of a thread that carries the state, of one beside it, and of one that copies."""
 AHEAD = 3
 """Chunks for which what the state waits for is held; with two, loads are waited for."""

@@ -1,7 +1,7 @@
 """Products of matrices [64, 64] on tensor cores, from registers and shared memory, in PTX for Hopper."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,21 +15,33 @@ from pallas_kernels.linear_attention.chunk_kernels import CHUNK, TILE
 from pallas_kernels.linear_attention.hopper_tiles import HALF, WARPGROUP
 
 
-class Turned(NamedTuple):
-    """The transpose of a ref to shared memory."""
+class Factor(NamedTuple):
+    """A ref to shared memory or, at the left, an array in registers: bfloat16, swizzled."""
 
-    ref: Any
+    array: Any
+    is_turned: bool = False
+    """Its transpose, of a ref."""
+    is_negative: bool = False
+    """What is at the left, times -1."""
 
 
 Factors = tuple[Any, Any] | tuple[Any, Any, Sequence[int]]
-"""Left, in registers [64, 64] or in shared memory, and right, in shared memory: bfloat16, swizzled, perhaps turned.
+"""Left, [64, 64] in registers or in shared memory, and right, in shared memory: perhaps as `Factor`.
 
 A third entry names the tiles of left's columns, and of right's rows, that are multiplied, if not all are.
 """
 
 
-def turned(ref: Any) -> Turned:
-    return Turned(ref)
+def turned(ref: Any) -> Factor:
+    return Factor(ref, is_turned=True)
+
+
+def negative(factor: Any) -> Factor:
+    return _factor(factor)._replace(is_negative=True)
+
+
+def _factor(factor: Any) -> Factor:
+    return factor if isinstance(factor, Factor) else Factor(factor)
 
 
 def product(*factors: Factors) -> jax.Array:
@@ -37,20 +49,11 @@ def product(*factors: Factors) -> jax.Array:
     return products([factors], (HALF,))[0]
 
 
-def products(
-    factors: Sequence[Sequence[Factors]], widths: Sequence[int], meanwhile: Callable[[], None] | None = None
-) -> list[jax.Array]:
-    """Several sums of products [64, C] @ [C, width], all under way at once; `meanwhile` is run before they are done."""
+def products(factors: Sequence[Sequence[Factors]], widths: Sequence[int]) -> list[jax.Array]:
+    """Several sums of products [64, C] @ [C, width], all under way at once."""
     if launcher.is_simulated():
-        results = [_simulated(pairs) for pairs in factors]
-        if meanwhile is not None:
-            meanwhile()
-        return results
-    results = _multiply(factors, widths, is_awaited=meanwhile is None)
-    if meanwhile is None:
-        return results
-    meanwhile()
-    return _awaited(results)
+        return [_simulated(pairs) for pairs in factors]
+    return _multiply(factors, widths)
 
 
 def accumulate(totals: Sequence[jax.Array], factors: Sequence[Sequence[Factors]]) -> list[jax.Array]:
@@ -58,6 +61,42 @@ def accumulate(totals: Sequence[jax.Array], factors: Sequence[Sequence[Factors]]
     if launcher.is_simulated():
         return [total + _simulated(pairs) for total, pairs in zip(totals, factors, strict=True)]
     return _multiply(factors, [HALF] * len(totals), totals)
+
+
+def start(
+    factors: Sequence[Sequence[Factors]], widths: Sequence[int], totals: Sequence[jax.Array] = ()
+) -> list[jax.Array]:
+    """Like `products` or `accumulate`, but still under way: to be taken by `finish`, or as totals by another start."""
+    if launcher.is_simulated():
+        return accumulate(totals, factors) if totals else products(factors, widths)
+    return _multiply(factors, widths, totals, is_awaited=False)
+
+
+def finish(results: Sequence[jax.Array], later: int = 0) -> list[jax.Array]:
+    """The results of a `start`, once no more than the `later` ones behind it are under way."""
+    return _passed(results, later)
+
+
+def computed(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same, computed here and not, by a compiler's choice, while products that start behind are under way.
+
+    Of a number that a product once left in a register ptxas waits for all of those.
+    """
+    return _passed(arrays, None)
+
+
+def _passed(results: Sequence[jax.Array], later: int | None) -> list[jax.Array]:
+    if launcher.is_simulated():
+        return list(results)
+    widths = [result.shape[1] for result in results]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,) * len(results), return_type=[tiles.result_type(width) for width in widths]
+    )
+    def pass_on(_, *arrays):
+        return _instructions([[] for _ in widths], widths, arrays, later=later)
+
+    return pass_on(*results)  # pyright: ignore[reportCallIssue]
 
 
 def acquire() -> None:
@@ -85,7 +124,9 @@ def wait_for_warps() -> None:
 
 def _simulated(factors: Sequence[Factors]) -> jax.Array:
     def read(factor):
-        return factor.ref[...].T if isinstance(factor, Turned) else factor[...]
+        array, is_turned, is_negative = _factor(factor)
+        array = array[...].T if is_turned else array[...]
+        return -array if is_negative else array
 
     def multiply(left, right, chosen=None):
         left, right = read(left), read(right)
@@ -100,9 +141,8 @@ def _multiply(factors, widths, totals: Sequence[jax.Array] = (), *, is_awaited: 
 
     `plgpu.wgmma` makes them outside, 64 bits each, which compilers keep from chunk to chunk, and spill.
     """
-    flat = [factor for pairs in factors for pair in pairs for factor in pair[:2]]
-    are_turned = [isinstance(factor, Turned) for factor in flat]
-    operands = [factor.ref if isinstance(factor, Turned) else factor for factor in flat]
+    flat = [_factor(factor) for pairs in factors for pair in pairs for factor in pair[:2]]
+    operands = [factor.array for factor in flat]
     types = [plgpu.Layout.WGMMA if isinstance(operand, jax.Array) else tiles.TILED for operand in operands]
 
     @plgpu.inline_mgpu(
@@ -110,27 +150,15 @@ def _multiply(factors, widths, totals: Sequence[jax.Array] = (), *, is_awaited: 
         return_type=[tiles.result_type(width) for width in widths],
     )
     def multiply(_, *arguments):
-        places = iter(zip(arguments[: len(flat)], are_turned, strict=True))
-        pairs = [[(next(places), next(places), *pair[2:]) for pair in group] for group in factors]
-        return _instructions(pairs, widths, arguments[len(flat) :], is_awaited=is_awaited)
+        own = (factor._replace(array=array) for factor, array in zip(flat, arguments, strict=False))
+        pairs = [[(next(own), next(own), *pair[2:]) for pair in group] for group in factors]
+        return _instructions(pairs, widths, arguments[len(flat) :], later=0 if is_awaited else None)
 
     return multiply(*operands, *totals)  # pyright: ignore[reportCallIssue]
 
 
-def _awaited(results: Sequence[jax.Array]) -> list[jax.Array]:
-    widths = [result.shape[1] for result in results]
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA,) * len(results), return_type=[tiles.result_type(width) for width in widths]
-    )
-    def wait(_, *arrays):
-        return _instructions([[] for _ in widths], widths, arrays)
-
-    return wait(*results)  # pyright: ignore[reportCallIssue]
-
-
-def _instructions(sums, widths: Sequence[int], totals, *, is_awaited: bool = True) -> list[Any]:
-    """PTX that adds products to totals, or to nothing; of each factor what holds it and whether it is turned."""
+def _instructions(sums, widths: Sequence[int], totals, *, later: int | None) -> list[Any]:
+    """PTX that adds products of factors to totals, or to nothing, and waits for all but `later` groups of products."""
     from jax.experimental.mosaic.gpu import fragmented_array, utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm, vector
@@ -188,23 +216,24 @@ def _instructions(sums, widths: Sequence[int], totals, *, is_awaited: bool = Tru
         results = ",".join(f"${place}" for place in range(first, last))
         first = last
         scale = "all" if totals else "none"
-        for (left, is_left_turned), (right, is_right_turned), *rest in pairs:
+        for left, right, *rest in pairs:
             chosen = rest[0] if rest else None
-            left_steps = steps_of(left, is_left_turned, True, chosen)
-            right_steps = steps_of(right, is_right_turned, False, chosen)
-            turns = f"{int(not is_right_turned)}"
-            if not isinstance(left, fragmented_array.FragmentedArray):
-                turns = f"{int(is_left_turned)}, {turns}"
+            left_steps = steps_of(left.array, left.is_turned, True, chosen)
+            right_steps = steps_of(right.array, right.is_turned, False, chosen)
+            turns = f"{int(not right.is_turned)}"
+            if not isinstance(left.array, fragmented_array.FragmentedArray):
+                turns = f"{int(left.is_turned)}, {turns}"
+            sign = -1 if left.is_negative else 1
             for one, other in zip(left_steps, right_steps, strict=True):
                 products.append(
                     f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{results}}}, {one}, {other}, "
-                    f"{scale}, 1, 1, {turns};"
+                    f"{scale}, {sign}, 1, {turns};"
                 )
                 scale = "all"
     if products:
         lines += ["wgmma.fence.sync.aligned;", *products, "wgmma.commit_group.sync.aligned;"]
-    if is_awaited:
-        lines.append("wgmma.wait_group.sync.aligned 0;")
+    if later is not None:
+        lines.append(f"wgmma.wait_group.sync.aligned {later};")
     struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
     result: Any = llvm.inline_asm(
         struct, operands, " ".join([*lines, "}"]), ",".join(constraints), has_side_effects=True

@@ -24,10 +24,9 @@ def invert(lower: Any, parts: Any, spare: Any) -> jax.Array:
     narrow = jnp.bfloat16
     of_tiles = _inverse_of_tiles(lower.at[0]).astype(narrow)
 
-    def keep():
-        spare[...] = of_tiles
-
-    (step,) = cores.products([[(of_tiles, lower.at[0])]], (CHUNK,), meanwhile=keep)
+    step = cores.start([[(of_tiles, lower.at[0])]], (CHUNK,))
+    spare[...] = of_tiles
+    (step,) = cores.finish(step)
     step = tiles.choose_tiles((-step).astype(narrow), lambda row, column: row > column)
     parts[1] = step
     plgpu.commit_smem()

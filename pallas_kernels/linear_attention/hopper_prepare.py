@@ -58,8 +58,7 @@ class _Half:
         for slot, part in zip(slots, parts, strict=True):
             slot[...] = part
         plgpu.commit_smem()
-        mask = tiles.within(self.bound(0) + 1, tiles.iota(0) - self.bound(0))
-        mask = jnp.where(mask, jnp.float32(1), jnp.float32(0)).astype(jnp.bfloat16)
+        mask = tiles.keep_between(self.bound(0) + 1, tiles.iota(0) + 1, tiles.filled(1))
         sums = cores.product(*((mask, slot) for slot in slots))
         decay[...] = sums
         shared.keep_rows(sums, self.table)
@@ -75,21 +74,24 @@ class _Half:
 
 
 def prepare(query, key, value, log_decay, beta, first, last):
-    """(products, inverse, sums, depth, parts) as `prepare` of `pallas_triton` has them."""
+    """(products, inverse, sums, parts) as `prepare` of `pallas_triton` has them, and depths in the tile [2, B, H, S].
+
+    The latter of each token, the largest of each half of the channels; None with one decay a head.
+    """
     batch, length, heads, _ = value.shape
     chunks, group = length // CHUNK, heads // query.shape[2]
     total = batch * chunks * heads
     workers = min(launcher.num_multiprocessors(), total)
     is_scalar = log_decay.ndim == 3
-    # One decay a channel leaves no memory for the keys of two chunks.
+    # One decay a channel leaves no memory for keys and values of two chunks.
     slots = 2 if is_scalar else 1
     beta = jnp.moveaxis(beta, 1, 2)
     log_decay = jnp.moveaxis(log_decay, 1, 2) if is_scalar else log_decay
 
     def body(
         query, key, value, decay, beta, first, last,
-        products_out, inverse_out, sums_out, depth_out, from_state_out, writing_out, reading_out, from_value_out,
-        kept_out, *, decay_smem, keys_smem, values_smem, products_smem, leaving_smem, solving_smem, inverse_smem,
+        products_out, inverse_out, sums_out, from_state_out, writing_out, reading_out, from_value_out, kept_out,
+        *depth_out, decay_smem, keys_smem, values_smem, products_smem, leaving_smem, solving_smem, inverse_smem,
         lower_smem, parts_smem, anchors_smem, itself_smem, bounds_smem, beta_smem, solving_beta_smem,
         decay_in, decay_out, keys_in, keys_out, values_in, values_out, is_staged, is_multiplied,
         lower_in, lower_out, solving_in, solving_out, early_smem: Any = None,
@@ -149,22 +151,24 @@ def prepare(query, key, value, log_decay, beta, first, last):
 
         def load_values(step):
             row, _, head, tokens = place(step)
-            wait_unless_first(step, values_out)
+            slot = slot_of(step)
+            filled = values_in.at[slot]
+            wait_emptied(step, values_out)
             for half in range(2):
-                channels = pl.ds(half * HALF, HALF)
-                plgpu.copy_gmem_to_smem(value.at[row, tokens, head, channels], values_smem.at[half], values_in)
-            plgpu.copy_gmem_to_smem(beta.at[row, head, tokens], solving_beta_smem.at[0], values_in)
+                source = value.at[row, tokens, head, pl.ds(half * HALF, HALF)]
+                plgpu.copy_gmem_to_smem(source, values_smem.at[slot, half], filled)
+            plgpu.copy_gmem_to_smem(beta.at[row, head, tokens], solving_beta_smem.at[slot, 0], filled)
 
-        def give_products(step, matrix):
+        def give_products(step, matrix, first):
             row, chunk, head, _ = place(step)
-            products_smem[...] = matrix.astype(jnp.bfloat16)
+            products_smem[...] = tiles.keep_between(first, tiles.iota(0) + 1, matrix.astype(jnp.bfloat16))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(products_smem, products_out.at[row, chunk, head])
 
-        def give_lower(step, lower):
+        def give_lower(step, lower, first):
             wait_unless_first(step, lower_out)
             for number, part in enumerate(tiles.parts(lower, 2)):
-                lower_smem[number] = part
+                lower_smem[number] = tiles.keep_between(first, tiles.iota(0), part)
             plgpu.commit_smem()
             plgpu.barrier_arrive(lower_in)
 
@@ -187,59 +191,54 @@ def prepare(query, key, value, log_decay, beta, first, last):
             before = half.of_tiles(0, 1, 2, 3), jnp.where(is_first, jnp.float32(0), jnp.float32(1))
             late = jnp.exp2(sums - before[0] * before[1])
             depth = before[0] * before[1] - sums
-            depth_out[own, row, head, tokens] = jnp.max(depth, axis=1)
+            depth_out[0][own, row, head, tokens] = jnp.max(depth, axis=1)
 
             plgpu.barrier_wait(keys_in.at[0])
-            query, key = (shared.matrix(keys_smem.at[0, number, own]) for number in (QUERY, KEY))
-            early_of(own, 0)[...] = (key.astype(jnp.float32) * jnp.exp2(depth)).astype(jnp.bfloat16)
-            itself_smem[lax.rem(step, 2), own] = jnp.sum(query.astype(jnp.float32) * key.astype(jnp.float32), axis=1)
-            late_query = query.astype(jnp.float32) * late
+            query, key = (shared.wide(keys_smem.at[0, number, own]) for number in (QUERY, KEY))
+            early_of(own, 0)[...] = (key * jnp.exp2(depth)).astype(jnp.bfloat16)
+            itself_smem[lax.rem(step, 2), own] = jnp.sum(query * key, axis=1)
+            late_query = query * late
             keys_smem[0, QUERY, own] = late_query.astype(jnp.bfloat16)
             is_seen = half.bound(0) < 0
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(decay_out.at[0])
-            reading = jnp.where(is_seen, late_query * jnp.exp2(half.of_tiles(0, 1, 2, 3)), 0)
-            leaving_smem[0, own] = reading.astype(jnp.bfloat16)
+            reading = (late_query * jnp.exp2(half.of_tiles(0, 1, 2, 3))).astype(jnp.bfloat16)
+            leaving_smem[0, own] = tiles.keep_where(is_seen, reading)
 
-            late_key = key.astype(jnp.float32) * late
+            late_key = key * late
             keys_smem[0, KEY, own] = late_key.astype(jnp.bfloat16)
-            wait_emptied(step, solving_out)
-            solving = jnp.where(is_seen, late_key * jnp.exp2(half.of_tiles(0, 1, 2, 3)), 0)
-            solving_smem[0, own] = solving.astype(jnp.bfloat16)
-            early = jnp.exp2(half.of_tiles(1, 2, 3, 4) - sums) * key.astype(jnp.float32)
+            solving = (late_key * jnp.exp2(half.of_tiles(0, 1, 2, 3))).astype(jnp.bfloat16)
+            early = jnp.exp2(half.of_tiles(1, 2, 3, 4) - sums) * key
             for number, after in enumerate(((1, 2, 3, 3), (2, 3, 3, 3), (3, 3, 3, 3)), 1):
                 further = early if number == 1 else early * half.between(after, (1, 2, 3, 3))
                 shared.store_first_rows(further.astype(jnp.bfloat16), early_of(own, number))
             plgpu.commit_smem()
             plgpu.barrier_arrive(is_staged)
-            plgpu.barrier_arrive(solving_in.at[0])
             plgpu.copy_smem_to_gmem(leaving_smem.at[0, own], reading_out.at[row, tokens, head, channels])
-
-            made = []
-
-            def make_writing():
-                writing = early * half.between((4, 4, 4, 4), (1, 2, 3, 4))
-                made.append(jnp.where(half.bound(1) == CHUNK - 1, writing, 0).astype(jnp.bfloat16))
 
             plgpu.barrier_wait(is_staged)
             factors = [(keys_smem.at[0, own, side], cores.turned(early_smem.at[side])) for side in range(2)]
-            (matrix,) = cores.products([factors], (sum(APART),), meanwhile=make_writing)
+            under_way = cores.start([factors], (sum(APART),))
+            wait_emptied(step, solving_out)
+            solving_smem[0, own] = tiles.keep_where(is_seen, solving)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(solving_in.at[0])
+            writing = (early * half.between((4, 4, 4, 4), (1, 2, 3, 4))).astype(jnp.bfloat16)
+            writing = tiles.keep_where(half.bound(1) == CHUNK - 1, writing)
+            (matrix,) = cores.finish(under_way)
             matrix = tiles.by_tiles_apart(matrix, STARTS)
             plgpu.barrier_arrive(is_multiplied)
             plgpu.barrier_arrive(keys_out.at[0])
-            leaving_smem[1, own] = made[0]
-
-            is_earlier = tiles.within(half.bound(0), tiles.iota(0) - half.bound(0))
+            leaving_smem[1, own] = writing
 
             @pl.when(own == 0)
             def _():
                 itself = (tiles.down(shared.row(itself_smem.at[lax.rem(step, 2), side])) for side in range(2))
-                itself = jnp.where(tiles.iota(0) == tiles.iota(1), sum(itself), 0)
-                give_products(step, jnp.where(is_earlier, matrix, itself))
+                give_products(step, jnp.where(tiles.iota(0) == tiles.iota(1), sum(itself), matrix), half.bound(0))
 
             @pl.when(own == 1)
             def _():
-                give_lower(step, jnp.where(is_earlier, matrix * tiles.down(shared.row(beta)), 0))
+                give_lower(step, matrix * tiles.down(shared.row(beta)), half.bound(0))
 
             plgpu.copy_smem_to_gmem(leaving_smem.at[1, own], writing_out.at[row, tokens, head, channels])
             # The next chunk's decays are told where early tokens lie.
@@ -281,37 +280,33 @@ def prepare(query, key, value, log_decay, beta, first, last):
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            def leave():
-                from_start = jnp.where(half.bound(0) < 0, jnp.exp2(late()), 0)
-                to_end = jnp.where(half.bound(1) == CHUNK - 1, jnp.exp2(end - late()), 0)
-                reading = shared.matrix(keys_smem.at[slot, QUERY, own]).astype(jnp.float32) * from_start
-                leaving_smem[0, own] = reading.astype(jnp.bfloat16)
-                key = shared.matrix(keys_smem.at[slot, KEY, own]).astype(jnp.float32)
-                leaving_smem[1, own] = (key * to_end).astype(jnp.bfloat16)
-                wait_emptied(step, solving_out)
-                solving_smem[slot, own] = (key * from_start).astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(solving_in.at[slot])
-                for number, target in enumerate((reading_out, writing_out)):
-                    plgpu.copy_smem_to_gmem(leaving_smem.at[number, own], target.at[row, tokens, head, channels])
-
             factors = [
                 (keys_smem.at[slot, own, side], cores.turned(keys_smem.at[slot, KEY, side])) for side in range(2)
             ]
-            (matrix,) = cores.products([factors], (CHUNK,), meanwhile=leave)
+            under_way = cores.start([factors], (CHUNK,))
+            from_start = jnp.where(half.bound(0) < 0, jnp.exp2(late()), 0)
+            to_end = jnp.where(half.bound(1) == CHUNK - 1, jnp.exp2(end - late()), 0)
+            reading = shared.wide(keys_smem.at[slot, QUERY, own]) * from_start
+            leaving_smem[0, own] = reading.astype(jnp.bfloat16)
+            key = shared.wide(keys_smem.at[slot, KEY, own])
+            leaving_smem[1, own] = (key * to_end).astype(jnp.bfloat16)
+            wait_emptied(step, solving_out)
+            solving_smem[slot, own] = (key * from_start).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(solving_in.at[slot])
+            for number, target in enumerate((reading_out, writing_out)):
+                plgpu.copy_smem_to_gmem(leaving_smem.at[number, own], target.at[row, tokens, head, channels])
+            (matrix,) = cores.finish(under_way)
             plgpu.barrier_arrive(keys_out.at[slot])
             matrix *= jnp.exp2(late() - early())
 
             @pl.when(own == 0)
             def _():
-                # A token with itself does not decay.
-                is_counted = tiles.within(half.bound(0), tiles.iota(0) - half.bound(0) + 1)
-                give_products(step, jnp.where(is_counted, matrix, 0))
+                give_products(step, matrix, half.bound(0))  # a token with itself does not decay
 
             @pl.when(own == 1)
             def _():
-                is_earlier = tiles.within(half.bound(0), tiles.iota(0) - half.bound(0))
-                give_lower(step, jnp.where(is_earlier, matrix * tiles.down(shared.row(beta)), 0))
+                give_lower(step, matrix * tiles.down(shared.row(beta)), half.bound(0))
 
             plgpu.barrier_arrive(decay_out.at[slot])
             return ()
@@ -325,8 +320,9 @@ def prepare(query, key, value, log_decay, beta, first, last):
             inverse_smem[...] = inverse
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(inverse_smem, inverse_out.at[row, chunk, head])
-            plgpu.barrier_wait(values_in)
-            by_token = (inverse.astype(jnp.float32) * shared.row_across(solving_beta_smem)).astype(jnp.bfloat16)
+            plgpu.barrier_wait(values_in.at[slot])
+            by_token = inverse.astype(jnp.float32) * shared.row_across(solving_beta_smem.at[slot])
+            by_token = by_token.astype(jnp.bfloat16)
 
             def multiply(ref, target):
                 """Each half of a matrix [64, 128], scaled by beta, by the inverse, in its place."""
@@ -338,12 +334,14 @@ def prepare(query, key, value, log_decay, beta, first, last):
                 for side in range(2):
                     plgpu.copy_smem_to_gmem(ref.at[side], target.at[row, tokens, head, pl.ds(side * HALF, HALF)])
 
-            multiply(values_smem, from_value_out)
+            # Those who pair wait for the place of keys, nobody for that of values.
             plgpu.barrier_wait(solving_in.at[slot])
             multiply(solving_smem.at[slot], from_state_out)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(values_out)
             plgpu.barrier_arrive(solving_out.at[slot])
+            multiply(values_smem.at[slot], from_value_out)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(values_out.at[slot])
             return ()
 
         @pl.when(warpgroup < 2)
@@ -370,15 +368,16 @@ def prepare(query, key, value, log_decay, beta, first, last):
             load_values(steps - 1)
             wait_last(decay_out)
             wait_last(keys_out)
-            plgpu.barrier_wait(values_out)
+            wait_last(values_out)
 
     narrow, wide = jnp.bfloat16, jnp.float32
     tokens, square = (batch, length, heads, WIDTH), (batch, chunks, heads, CHUNK, CHUNK)
     of_heads, width = ((batch, heads, length), CHUNK) if is_scalar else (tokens, WIDTH)
-    shapes = [(square, narrow), (square, narrow), (of_heads, wide), ((2, batch, heads, length), wide)]
-    shapes += [(tokens, narrow)] * 4 + [((batch, chunks, heads, width), wide)]
+    shapes = [(square, narrow), (square, narrow), (of_heads, wide), *[(tokens, narrow)] * 4]
+    shapes += [((batch, chunks, heads, width), wide)]
+    shapes += [] if is_scalar else [((2, batch, heads, length), wide)]
     buffer = functools.partial(launcher.swizzled, dtype=narrow)
-    products, inverse, sums, depth, *parts = launcher.launch(
+    products, inverse, sums, *parts = launcher.launch(
         body,
         (query, key, value, log_decay, beta, first, last),
         [jax.ShapeDtypeStruct(*shape) for shape in shapes],
@@ -387,7 +386,7 @@ def prepare(query, key, value, log_decay, beta, first, last):
             if is_scalar
             else launcher.swizzled((slots, 2, CHUNK, HALF), wide),
             "keys_smem": buffer((slots, 2, 2, CHUNK, HALF)),
-            "values_smem": buffer((2, CHUNK, HALF)),
+            "values_smem": buffer((slots, 2, CHUNK, HALF)),
             **({} if is_scalar else {"early_smem": buffer((2, sum(APART), HALF))}),
             "products_smem": buffer((CHUNK, CHUNK)),
             "leaving_smem": buffer((2, 2, CHUNK, HALF)),
@@ -399,15 +398,15 @@ def prepare(query, key, value, log_decay, beta, first, last):
             "itself_smem": plgpu.SMEM((2, 2, CHUNK), wide),
             "bounds_smem": plgpu.SMEM((2, 2, CHUNK), jnp.int32),
             "beta_smem": plgpu.SMEM((2, CHUNK), wide),
-            "solving_beta_smem": plgpu.SMEM((1, CHUNK), wide),
+            "solving_beta_smem": plgpu.SMEM((slots, 1, CHUNK), wide),
             "decay_in": plgpu.Barrier(num_arrivals=4 if is_scalar else 5, num_barriers=slots),
             "keys_in": plgpu.Barrier(num_arrivals=4, num_barriers=slots),
-            "values_in": plgpu.Barrier(num_arrivals=3),
+            "values_in": plgpu.Barrier(num_arrivals=3, num_barriers=slots),
             **{name: plgpu.Barrier(num_arrivals=2, num_barriers=slots) for name in ("decay_out", "keys_out")},
             **{name: plgpu.Barrier(num_arrivals=2) for name in ("is_staged", "is_multiplied")},
             "solving_in": plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-            "solving_out": plgpu.Barrier(num_arrivals=1, num_barriers=slots),
-            **{name: plgpu.Barrier(num_arrivals=1) for name in ("values_out", "lower_in", "lower_out")},
+            **{name: plgpu.Barrier(num_arrivals=1, num_barriers=slots) for name in ("solving_out", "values_out")},
+            **{name: plgpu.Barrier(num_arrivals=1) for name in ("lower_in", "lower_out")},
         },
         name="prepare_chunks",
         grid=(workers,),
@@ -416,7 +415,6 @@ def prepare(query, key, value, log_decay, beta, first, last):
         thread_name="warpgroup",
     )
     if is_scalar:
-        sums, kept = jnp.moveaxis(sums, 1, 2), parts[-1][..., CHUNK - 1]
-        return products, inverse, sums, jnp.zeros_like(sums), [*parts[:-1], kept]
-    depth = jnp.moveaxis(jnp.max(depth, axis=0), 1, 2)
-    return products, inverse, sums, depth, parts
+        return products, inverse, jnp.moveaxis(sums, 1, 2), [*parts[:-1], parts[-1][..., CHUNK - 1]], None
+    *parts, depths = parts
+    return products, inverse, sums, parts, depths

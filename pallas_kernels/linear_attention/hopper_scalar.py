@@ -58,7 +58,7 @@ class _Half:
 
     def pair_matrices(self) -> None:
         """The gradient of P, by one half, or of L, by the other, times the decay of each pair."""
-        row, first = tiles.iota(0), tiles.down(self.bound(0))
+        first = tiles.down(self.bound(0))
         sign = jnp.where(self.own == 0, jnp.float32(1), jnp.float32(-1))
         parts = (cores.turned(self.values.at[number]) for number in (WRITTEN, LOW))
         matrix = cores.product(*((self.values.at[self.own], part) for part in parts)) * sign
@@ -69,7 +69,7 @@ class _Half:
             self.itself[...] = tiles.diagonal(matrix)
 
         matrix *= jnp.exp2(tiles.down(self.vector(SUMS)) - shared.row_across(self.vectors, SUMS))
-        self.pairs[self.own] = jnp.where(tiles.within(first, row - first), matrix, 0).astype(jnp.bfloat16)
+        self.pairs[self.own] = tiles.keep_between(first, tiles.iota(0), matrix.astype(jnp.bfloat16))
 
     def of_states(self) -> tuple[jax.Array, ...]:
         """Gradients of query and key [64, 64], sums and beta [64] by what crosses the chunk's ends."""

@@ -105,9 +105,15 @@ def scan_back(
                 target, _ = value_outs
                 plgpu.copy_smem_to_gmem(value_smem.at[slot], target.at[row, tokens(step), head, columns])
 
-        def carry(step, halves):
+        def ahead_of(step):
+            slot = early.slot(step)
+            return shared.turned_matrix(gradient_smem.at[slot]), [kept_by(kept_smem.at[slot], half) for half in HALVES]
+
+        def carry(step, carried):
+            halves, (gradient, kept) = carried
             slot, late_slot = early.slot(step), late.slot(step)
             state = [half.astype(narrow) for half in halves]
+            halves = cores.computed([half * factor for half, factor in zip(halves, kept, strict=True)])
 
             def give_state(slot):
                 for half in HALVES:
@@ -116,25 +122,28 @@ def scan_back(
             def give_written(slot):
                 shared.store_turned(written, written_smem.at[slot])
 
-            early.wait(step)
-            gradient = cores.turned(gradient_smem.at[slot])
-            factors = [(gradient, products_smem.at[slot])]
-            factors += [(state[half], cores.turned(writing_smem.at[slot, :, half_of(half)])) for half in HALVES]
-            (written,) = cores.products([factors], (CHUNK,), meanwhile=lambda: states.give(step, give_state))
-            written = (-written).astype(narrow)
+            factors = [(cores.negative(gradient), products_smem.at[slot])]
+            for half in HALVES:
+                writing = cores.turned(writing_smem.at[slot, :, half_of(half)])
+                factors.append((cores.negative(state[half]), writing))
+            under_way = cores.start([factors], (CHUNK,))
+            states.give(step, give_state)
             late.wait(step)
-            factors = [
-                [
-                    (gradient, reading_smem.at[late_slot, :, half_of(half)]),
-                    (written, from_state_smem.at[late_slot, :, half_of(half)]),
-                ]
-                for half in HALVES
-            ]
-            added = cores.products(factors, (HALF,) * 2, meanwhile=lambda: writes.give(step, give_written))
-            halves = tuple(halves[half] * kept_by(kept_smem.at[slot], half) + added[half] for half in HALVES)
+            # While what is written is on its way from one product to the next.
+            sources = [reading_smem.at[late_slot, :, half_of(half)] for half in HALVES]
+            halves = cores.start([[(gradient, source)] for source in sources], (HALF,) * 2, halves)
+            (written,) = cores.finish(under_way, later=1)
+            written = written.astype(narrow)
+            sources = [from_state_smem.at[late_slot, :, half_of(half)] for half in HALVES]
+            halves = cores.start([[(written, source)] for source in sources], (HALF,) * 2, halves)
+            writes.give(step, give_written)
+            following = jnp.minimum(step + 1, chunks - 1)
+            pl.when(following > step)(lambda: early.wait(following))
+            ahead = ahead_of(following)
+            halves = cores.finish(halves)
             early.release(step)
             late.release(step)
-            return halves
+            return halves, ahead
 
         def solve(step, _):
             slot = solving.slot(step)
@@ -143,13 +152,14 @@ def scan_back(
             for half in HALVES:
                 target = states_out.at[row, chunks - 1 - step, head, half_of(half), columns]
                 plgpu.copy_smem_to_gmem(narrow_smem.at[own, half], target)
+            # Soon: the gradient of the next states may be waiting for this place.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            states.release(step)
             solving.wait(step)
             writes.take(step)
             solved = -cores.product((cores.turned(inverse_smem.at[slot]), written_smem.at[own]))
             writes.release(step)
-            # Every warp waits, so that all have read the inverse.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            states.release(step)
+            cores.wait_for_warps()  # which have read the inverse
             inverse_smem[slot] = solved.astype(narrow)
             if has_value:
                 _, beta_gradient_out = value_outs
@@ -162,7 +172,9 @@ def scan_back(
         @pl.when(warpgroup == CARRYING)
         def _():
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-            halves = lax.fori_loop(0, chunks, carry, read_state(last_gradient.at[row, head, columns]))
+            halves = read_state(last_gradient.at[row, head, columns])
+            early.wait(0)
+            halves, _ = lax.fori_loop(0, chunks, carry, ([*halves], ahead_of(0)))
             write_state(halves, first_out.at[row, head, columns])
             states.drain(chunks)
             writes.drain(chunks)

@@ -23,13 +23,17 @@ def row(ref: Any) -> jax.Array:
 
 
 def wide(ref: Any) -> jax.Array:
-    """A matrix of bfloat16 in shared memory, in float32: of two numbers in a register one by a shift, one by a mask."""
-    if launcher.is_simulated():
-        return ref[...].astype(jnp.float32)
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct((CHUNK, HALF), jnp.float32, layout=layout)
+    """A matrix of bfloat16 in shared memory, in float32."""
+    return widened(ref[...] if launcher.is_simulated() else matrix(ref))
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+
+def widened(array: jax.Array) -> jax.Array:
+    """A matrix of bfloat16 in float32: of two numbers in a register one by a shift, one by a mask."""
+    if launcher.is_simulated():
+        return array.astype(jnp.float32)
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=tiles.result_type(HALF))
     def widen(_, array):
         from jax.experimental.mosaic.gpu import fragmented_array, utils
         from jaxlib.mlir import ir
@@ -44,7 +48,7 @@ def wide(ref: Any) -> jax.Array:
             registers[place] = vector.from_elements(ir.VectorType.get((2,), single), values)
         return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
 
-    return widen(matrix(ref))  # pyright: ignore[reportCallIssue]
+    return widen(array)  # pyright: ignore[reportCallIssue]
 
 
 def rows_of_tiles(table: Any, rows: Sequence[int]) -> jax.Array:
@@ -137,6 +141,26 @@ def _place_in_four(thread: Any) -> list[Any]:
     return [tiles.bits(thread, start, count) for start, count in ((0, 3), (3, 1), (4, 1))]
 
 
+def _column_place() -> Any:
+    """Of four matrices of 8 rows and columns, stored or loaded at once, where one of their columns lies, in bytes.
+
+    In the row of that number of a swizzled buffer that holds the transpose; a row's pieces of 16 bytes are swizzled by
+    its number. Each thread says so of one.
+    """
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    def number(value):
+        return utils.c(value, ir.IntegerType.get_signless(32))
+
+    thread = tiles.thread_number()
+    column, below, right = _place_in_four(thread)
+    piece = arith.xori(arith.addi(arith.shli(tiles.warp_number(thread), number(1)), below), column)
+    place = arith.addi(arith.shli(column, number(7)), arith.shli(piece, number(4)))
+    return arith.addi(place, arith.shli(right, number(10)))
+
+
 def store_turned(matrix: jax.Array, target: Any) -> None:
     """Write a matrix [64, 64] in bfloat16 to a swizzled buffer in shared memory as its transpose."""
     if launcher.is_simulated():
@@ -147,20 +171,9 @@ def store_turned(matrix: jax.Array, target: Any) -> None:
     def store(_, array, target):
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, llvm
+        from jaxlib.mlir.dialects import llvm
 
-        whole, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
-
-        def number(value):
-            return utils.c(value, whole)
-
-        # An instruction stores four matrices of 8 rows and columns. A thread says where one of their columns goes: to
-        # the row of that number, whose pieces of 16 bytes are swizzled by it.
-        thread = tiles.thread_number()
-        column, below, right = _place_in_four(thread)
-        piece = arith.xori(arith.addi(arith.shli(tiles.warp_number(thread), number(1)), below), column)
-        place = arith.addi(arith.shli(column, number(7)), arith.shli(piece, number(4)))
-        place, base = arith.addi(place, arith.shli(right, number(10))), utils.memref_ptr(target)
+        void, place, base = ir.Type.parse("!llvm.void"), _column_place(), utils.memref_ptr(target)
         for start in range(0, HALF // 8, 2):
             pairs = _four_pairs(array, start)
             instructions = (
@@ -170,6 +183,37 @@ def store_turned(matrix: jax.Array, target: Any) -> None:
             llvm.inline_asm(void, [base, place, *pairs], instructions, "r,r,r,r,r,r", has_side_effects=True)
 
     store(matrix, target)  # pyright: ignore[reportCallIssue]
+
+
+def turned_matrix(source: Any) -> jax.Array:
+    """The transpose of a swizzled buffer [64, 64] of bfloat16 in shared memory."""
+    if launcher.is_simulated():
+        return source[...].T
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct((HALF, CHUNK), jnp.bfloat16, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(launcher.swizzle(HALF, jnp.bfloat16)),), return_type=result)
+    def load(_, source):
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm
+
+        whole, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
+        struct = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+        place, base, layout = _column_place(), utils.memref_ptr(source), fragmented_array.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((HALF, CHUNK)), dtype=object)
+        for start in range(0, CHUNK // 8, 2):
+            instructions = (
+                "{ .reg .u32 place; add.u32 place, $4, $5; ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
+                f"{{$0, $1, $2, $3}}, [place + {start * 1024}]; }}"
+            )
+            words: Any = llvm.inline_asm(struct, [base, place], instructions, "=r,=r,=r,=r,r,r", has_side_effects=True)
+            for number, (right, below) in enumerate(np.ndindex(2, 2)):
+                word = llvm.extractvalue(whole, words, [number])
+                registers[0, start + right, 0, 0, below] = utils.bitcast(word, pair)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(source)  # pyright: ignore[reportCallIssue]
 
 
 def store_first_rows(matrix: jax.Array, target: Any) -> None:

@@ -74,16 +74,28 @@ def states(from_state, value, beta, inverse, writing, kept, state) -> Scan:
         def multiply(chunk, _):
             slot = solving.slot(chunk)
             solving.wait(chunk)
-            values = shared.matrix(value_smem.at[slot]).astype(wide) * -tiles.down(shared.row(beta_smem.at[slot]))
+            values = shared.matrix(value_smem.at[slot]).astype(wide) * tiles.down(shared.row(beta_smem.at[slot]))
             for ref, part in zip((value_smem, low_value_smem), tiles.parts(values, 2), strict=True):
                 ref[slot] = part
             plgpu.commit_smem()
             plgpu.barrier_arrive(multiplied_in.at[slot])
             return ()
 
-        def carry(chunk, halves):
-            slot, value_slot = carrying.slot(chunk), solving.slot(chunk)
+        def of_values(chunk):
+            """What a chunk's tokens would write without a state."""
+            slot = solving.slot(chunk)
+            inverse = cores.turned(inverse_smem.at[slot])
+            factors = [(cores.turned(ref.at[slot]), inverse) for ref in (value_smem, low_value_smem)]
+            return cores.start([factors], (CHUNK,))
+
+        def kept_at(chunk):
+            return [kept_by(kept_smem.at[carrying.slot(chunk)], half) for half in HALVES]
+
+        def carry(chunk, carried):
+            halves, kept, written = carried
+            slot = carrying.slot(chunk)
             state = [half.astype(narrow) for half in halves]
+            halves = cores.computed([half * factor for half, factor in zip(halves, kept, strict=True)])
 
             def give_state():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -101,24 +113,36 @@ def states(from_state, value, beta, inverse, writing, kept, state) -> Scan:
                 for ref, target in ((high_smem, high_out), (low_smem, low_out)):
                     plgpu.copy_smem_to_gmem(ref, target.at[row, tokens(chunk), head, columns])
 
-            carrying.wait(chunk)
-            plgpu.barrier_wait(multiplied_in.at[value_slot])
-            inverse = cores.turned(inverse_smem.at[value_slot])
-            factors = [(cores.turned(ref.at[value_slot]), inverse) for ref in (value_smem, low_value_smem)]
-            factors += [(state[half], cores.turned(from_state_smem.at[slot, :, half_of(half)])) for half in HALVES]
-            (written,) = cores.products([factors], (CHUNK,), meanwhile=give_state)
-            solving.release(chunk)
-            parts = tiles.parts(-written, 2)
+            sources = (cores.turned(from_state_smem.at[slot, :, half_of(half)]) for half in HALVES)
+            factors = [(cores.negative(one), other) for one, other in zip(state, sources, strict=True)]
+            written = cores.start([factors], (CHUNK,), written)
+            following = jnp.minimum(chunk + 1, chunks - 1)  # behind the last chunk the same once more
+
+            @pl.when(following > chunk)
+            def _():
+                carrying.wait(following)
+                plgpu.barrier_wait(multiplied_in.at[solving.slot(following)])
+
+            ahead = of_values(following)
+            give_state()
+            (written,) = cores.finish(written, later=1)
+            parts = tiles.parts(written, 2)
             factors = [[(parts[0], writing_smem.at[slot, :, half_of(half)])] for half in HALVES]
-            added = cores.products(factors, (HALF,) * 2, meanwhile=give_written)
-            halves = tuple(halves[half] * kept_by(kept_smem.at[slot], half) + added[half] for half in HALVES)
+            halves = cores.start(factors, (HALF,) * 2, halves)
+            give_written()
+            kept = kept_at(following)
+            *halves, ahead = cores.finish([*halves, *ahead])
+            solving.release(chunk)
             carrying.release(chunk)
-            return halves
+            return halves, kept, [ahead]
 
         @pl.when(warpgroup == CARRYING)
         def _():
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-            lax.fori_loop(0, chunks, carry, read_state(state.at[row, head, columns]))
+            halves = read_state(state.at[row, head, columns])
+            carrying.wait(0)
+            plgpu.barrier_wait(multiplied_in.at[0])
+            lax.fori_loop(0, chunks, carry, ([*halves], kept_at(0), cores.finish(of_values(0))))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == BESIDE)

@@ -159,6 +159,89 @@ def choose_tiles(matrix: jax.Array, is_chosen: Callable[[int, int], bool]) -> ja
     return choose(matrix)  # pyright: ignore[reportCallIssue]
 
 
+def keep_between(start: jax.Array, stop: jax.Array, matrix: jax.Array) -> jax.Array:
+    """A matrix in bfloat16 in the columns of each row from `start` on, before `stop`; else zero.
+
+    Both [64, 64] int32 hold one number a row, `stop` none below 0. The bits of two words say what a row keeps; one
+    instruction makes masks of two of them for a register that holds two numbers, which are never compared one by one.
+    """
+    if launcher.is_simulated():
+        return jnp.where((iota(1) >= start) & (iota(1) < stop), matrix, 0)
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,) * 3, return_type=result)
+    def keep(_, start, stop, array):
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        pair, pieces = ir.IntegerType.get_signless(32), CHUNK // 8
+        lane, registers = thread_number(), array.registers.copy()
+        struct = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * pieces)})>")
+        # Shifts by 32 and more leave nothing, so that of `(1 << stop) - 1` every bit is set.
+        lines = [
+            "{ .reg .b32 start, stop, left, right, word, first, second;",
+            f"and.b32 left, ${pieces + 2}, 3; shl.b32 left, left, 1; sub.u32 left, 7, left; sub.u32 right, left, 1;",
+        ]
+        for word in range(CHUNK // 32):
+            for name, place in (("start", pieces), ("stop", pieces + 1)):
+                lines.append(f"sub.s32 {name}, ${place}, {32 * word}; max.s32 {name}, {name}, 0;")
+                lines.append(f"shl.b32 {name}, 1, {name}; sub.u32 {name}, {name}, 1;")
+            # Of each byte the bits of this thread's two columns become the highest, of which a byte is then filled.
+            lines.append("not.b32 start, start; and.b32 word, start, stop;")
+            lines.append("shl.b32 first, word, left; shl.b32 second, word, right;")
+            for piece in range(4):
+                selector = 0x11 * (8 + piece) + 0x1100 * (12 + piece)
+                lines.append(f"prmt.b32 ${4 * word + piece}, first, second, {selector};")
+        constraints = ",".join(["=&r"] * pieces + ["r"] * 3)
+        masks = []
+        for below in range(2):
+            bounds = [bound.registers[0, 0, 0, 0, below].reshape(())[()] for bound in (start, stop)]
+            bounds = [vector.extract(bound, [], [0]) for bound in bounds]
+            words: Any = llvm.inline_asm(struct, [*bounds, lane], " ".join([*lines, "}"]), constraints)
+            masks.append([llvm.extractvalue(pair, words, [piece]) for piece in range(pieces)])
+        for place in np.ndindex(registers.shape):
+            # The second number counts pieces of 8 columns, the fifth of 8 rows.
+            value = arith.andi(utils.bitcast(registers[place], pair), masks[place[4]][place[1]])
+            registers[place] = utils.bitcast(value, registers[place].type)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+    return keep(start, stop, matrix)  # pyright: ignore[reportCallIssue]
+
+
+def filled(value: int) -> jax.Array:
+    """[64, 64] bfloat16."""
+    matrix = jnp.full((CHUNK, CHUNK), value, jnp.bfloat16)
+    return matrix if launcher.is_simulated() else plgpu.layout_cast(matrix, plgpu.Layout.WGMMA)
+
+
+def keep_where(is_kept: jax.Array, matrix: jax.Array) -> jax.Array:
+    """A matrix in bfloat16 where a row is kept, else zero; `is_kept` [64, 64] holds one truth a row.
+
+    Compilers take a selection between numbers of 16 bits apart, four instructions for the two of a register.
+    """
+    if launcher.is_simulated():
+        return jnp.where(is_kept, matrix, 0)
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout), return_type=result)
+    def keep(_, is_kept, array):
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, vector
+
+        pair, registers = ir.IntegerType.get_signless(32), array.registers.copy()
+        for place in np.ndindex(registers.shape):
+            is_own = vector.extract(is_kept.registers[place], [], [0])
+            value = arith.select(is_own, utils.bitcast(registers[place], pair), utils.c(0, pair))
+            registers[place] = utils.bitcast(value, registers[place].type)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+    return keep(is_kept, matrix)  # pyright: ignore[reportCallIssue]
+
+
 def by_tiles_apart(matrix: jax.Array, starts: Sequence[int]) -> jax.Array:
     """[64, 64] whose tiles on the diagonal lie in a wider matrix from column 0 on, those n below from `starts[n]` on.
 

@@ -36,6 +36,8 @@ WIDTHS = (64, 128)
 MOST_PIECES = 16
 MOST_LOOKED_AT = 32
 """Chunks by one program: to start one for each chunk, only to find that it is not deep, took 0.13 ms."""
+DEPTH = 3
+"""Place of depths among the results of `chunk_kernels.prepare`."""
 MOST_BLOCKS = 65535
 """Of a launch's grid along its second or third axis: rows, heads or chunks."""
 
@@ -132,23 +134,23 @@ def _delta_rule(
 
 def _forward(settings, query, key, value, log_decay, beta, first, last, state):
     call = _Calls(settings, query, value, log_decay)
-    products, inverse, sums, depth, parts = call.prepare(query, key, value, log_decay, beta, first, last)
+    products, inverse, sums, depths, parts = call.prepare(query, key, value, log_decay, beta, first, last)
     transition, entering = call.split(parts, state)
     results = call.scan(parts, products, entering)
     if call.is_exact:  # what is written is made again, to more digits
         parts = parts._replace(from_value=None)
-    saved = query, key, value, beta, first, last, transition, entering, products, inverse, sums, depth, parts
+    saved = query, key, value, beta, first, last, transition, entering, products, inverse, sums, depths, parts
     return results, saved
 
 
 def _backward(settings, saved, gradients):
-    query, key, value, beta, first, last, transition, entering, products, inverse, sums, depth, parts = saved
+    query, key, value, beta, first, last, transition, entering, products, inverse, sums, depths, parts = saved
     output_gradient, state_gradient = gradients
     call = _Calls(settings, query, value, sums)
     leaving = call.split_back(parts, products, output_gradient, transition, state_gradient)
     arguments = parts, products, inverse, value, beta, output_gradient, entering, leaving
     (state_gradients, solved, initial_gradient, *of_value), (states, written, *low) = call.scan_both_ways(*arguments)
-    tokens = query, key, sums, depth, beta, first, last
+    tokens = query, key, sums, depths, beta, first, last
     of_chunks = states, state_gradients, written, solved, output_gradient, *low
     query_gradient, key_gradient, decay_gradient, by_key = call.gradients(*tokens, *of_chunks)
     if call.is_exact:
@@ -192,6 +194,15 @@ class _Parts(NamedTuple):
     reading: jax.Array  # exp(G) query
     from_value: jax.Array | None  # u: (I + L)^-1 beta value
     kept: jax.Array  # exp(G_C)
+
+
+class _Depths(NamedTuple):
+    """How deep tokens decay in their tiles."""
+
+    of_tokens: jax.Array | None = None
+    """[B, S, H]; on Hopper those of deep chunks alone."""
+    is_deep: jax.Array | None = None
+    """[B, N, H] int32, on Hopper: whether one of a chunk is deeper than `DEEPEST`."""
 
 
 def _matrix_product(one: jax.Array, other: jax.Array) -> jax.Array:
@@ -279,13 +290,8 @@ class _Calls:
         kept_shape = self.of_chunks(*self.decay_width, dtype=jnp.float32)
         return [keys, keys, keys, token(values), kept], [*shapes, kept_shape]
 
-    def is_deep(self, depth: jax.Array) -> jax.Array:
-        """Whether a token of a chunk is deeper in its tile than `DEEPEST`: [B, N, H]."""
-        deepest = jnp.max(depth.reshape(self.batch, self.chunks, CHUNK, self.heads), axis=2)
-        return (deepest > chunk_kernels.DEEPEST).astype(jnp.int32)
-
     def prepare(self, query, key, value, log_decay, beta, first, last):
-        """P, (I + L)^-1, G, how deep tokens decay in their tiles; and the parts."""
+        """P, (I + L)^-1, G, `_Depths` and the parts."""
         token, chunk, keys, bounds = self.chunk_specs(self.looked_at)
         decay, square = token(*self.decay_width), chunk(CHUNK, CHUNK)
         parts_specs, parts_shapes = self.parts_shapes(self.looked_at)
@@ -307,17 +313,24 @@ class _Calls:
             warps=self.settings.prepare_warps,
             block=self.settings.prepare_columns,
         )
-        if self.is_on_hopper:
-            *prepared, parts = _prepare_on_hopper(None, *tokens)
-            prepared += parts
-            if self.decay_width:
-                places = {len(tokens) + place: place for place in range(len(prepared))}
-                again = call(chunk_kernels.prepare_again, in_specs=[*token_specs, *specs, chunk()], aliases=places)
-                prepared = again(*tokens, *prepared, self.is_deep(prepared[3]))
-        else:
-            prepared = call(chunk_kernels.prepare, in_specs=token_specs)(*tokens)
-        products, inverse, sums, depth, *parts = prepared
-        return products, inverse, sums, depth, _Parts(*parts)
+        if not self.is_on_hopper:
+            products, inverse, sums, depth, *parts = call(chunk_kernels.prepare, in_specs=token_specs)(*tokens)
+            return products, inverse, sums, _Depths(depth), _Parts(*parts)
+        *prepared, parts, halves = _prepare_on_hopper(None, *tokens)
+        if not self.decay_width:
+            return *prepared, _Depths(), _Parts(*parts)
+        prepared += parts
+        of_halves = pl.BlockSpec((2, None, None, CHUNK * (self.looked_at or 1)), lambda h, n, b: (0, b, h, n))
+        places = [place for place in range(len(specs)) if place != DEPTH]
+        again = call(
+            chunk_kernels.prepare_again,
+            in_specs=[*token_specs, of_halves, *(specs[place] for place in places)],
+            out_specs=[*specs, chunk()],
+            out_shape=[*shapes, self.of_chunks(dtype=jnp.int32)],
+            aliases={len(tokens) + 1 + number: place for number, place in enumerate(places)},
+        )
+        products, inverse, sums, depth, *parts, is_deep = again(*tokens, halves, *prepared)
+        return products, inverse, sums, _Depths(depth, is_deep), _Parts(*parts)
 
     def cut(self, array: jax.Array) -> jax.Array:
         """Something of tokens or of chunks: each piece a row of its own."""
@@ -463,7 +476,7 @@ class _Calls:
         return self.whole_back(*back), map(self.whole, forward)
 
     def gradients(
-        self, query, key, sums, depth, beta, first, last, states, state_gradients, written, solved, *of_values
+        self, query, key, sums, depths, beta, first, last, states, state_gradients, written, solved, *of_values
     ):
         """Of query, key and decay, and of beta by the keys."""
         of_chunks = states, state_gradients, written, solved, *of_values
@@ -482,21 +495,20 @@ class _Calls:
             block=self.settings.gradient_columns,
         )
         if not self.is_on_hopper:
-            arguments = query, key, sums, depth, beta, first, last, *of_chunks
+            arguments = query, key, sums, depths.of_tokens, beta, first, last, *of_chunks
             results = call(chunk_kernels.gradients, in_specs=specs, aliases={2: 2})(*arguments)
         elif not self.decay_width:
             results = _gradients_on_hopper(True, query, key, sums, beta, first, last, *of_chunks)
         else:
-            is_deep = self.is_deep(depth)
-            of_hopper = query, key, sums, beta, first, last, *of_chunks, is_deep
+            of_hopper = query, key, sums, beta, first, last, *of_chunks, depths.is_deep
             query_gradient, key_gradient, sums, by_key = _gradients_on_hopper(False, *of_hopper)
             again = call(
                 chunk_kernels.gradients_again,
                 in_specs=[*specs, chunk(), *result_specs[:2], token()],
                 aliases={2: 2, 13: 0, 14: 1, 15: 3},
             )
-            arguments = query, key, sums, depth, beta, first, last, *of_chunks
-            results = again(*arguments, is_deep, query_gradient, key_gradient, by_key)
+            arguments = query, key, sums, depths.of_tokens, beta, first, last, *of_chunks
+            results = again(*arguments, depths.is_deep, query_gradient, key_gradient, by_key)
         return results
 
     def value_gradients(self, value, beta, solved, by_key):

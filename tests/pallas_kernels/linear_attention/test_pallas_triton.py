@@ -153,19 +153,21 @@ def test_chunks_with_deep_tokens_alone_are_done_again(monkeypatch):
     @jax.jit
     def evaluate():
         call = pallas_triton._Calls(SETTINGS, query, value, log_decay)
-        products, inverse, sums, depth, parts = prepared = call.prepare(query, key, value, log_decay, beta, *bounds)
+        products, inverse, sums, depths, parts = prepared = call.prepare(query, key, value, log_decay, beta, *bounds)
         both = parts, products, inverse, value, beta, gradient, state, last.astype(jnp.float32)
         (state_gradients, solved, _), (states, written) = call.scan_both_ways(*both)
-        tokens = query, key, sums, depth, beta, *bounds, states, state_gradients, written, solved, gradient
+        tokens = query, key, sums, depths, beta, *bounds, states, state_gradients, written, solved, gradient
         gradients = call.gradients(*tokens)
         call.is_on_hopper, call.looked_at = True, 3
-        nothing = jax.tree.map(jnp.zeros_like, (products, inverse, sums, depth, list(parts)))
-        worthless = *nothing[:3], depth, nothing[4]
+        halves = jnp.moveaxis(jnp.stack([depths.of_tokens, 0.5 * depths.of_tokens]), 2, 3)
+        worthless = *jax.tree.map(jnp.zeros_like, (products, inverse, sums, list(parts))), halves
         monkeypatch.setattr(pallas_triton, "_prepare_on_hopper", lambda *_: worthless)
         worthless_gradients = jnp.zeros_like(query), jnp.zeros_like(key), sums, jnp.zeros_like(beta)
         monkeypatch.setattr(pallas_triton, "_gradients_on_hopper", lambda *_: worthless_gradients)
         again = call.prepare(query, key, value, log_decay, beta, *bounds)
-        return call.is_deep(depth), (prepared, gradients), (again, call.gradients(*tokens))
+        tokens = *tokens[:3], again[3], *tokens[4:]
+        is_deep, again = again[3].is_deep, (*again[:3], again[3]._replace(is_deep=None), again[4])
+        return is_deep, (prepared, gradients), (again, call.gradients(*tokens))
 
     is_deep, expected, found = evaluate()
     assert is_deep[0].tolist() == [[0, 0], [1, 1], [1, 1]]
