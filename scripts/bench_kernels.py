@@ -21,24 +21,22 @@ ROUND = 0.05
 DIRECTORY = Path(__file__).parent / "kernel_benchmarks"
 
 
-def median_seconds(function: Callable, *arguments, repeats: int = 5) -> float:
-    """Seconds of one call of the compiled function: the median over rounds of calls that wait at the end.
+def median_seconds(function: Callable, *arguments, repeats: int = 5, least: int = 5) -> float:
+    """Seconds of one call of the compiled function: the median over rounds of `least` calls that wait at the end.
 
-    A round lasts 50 ms or more, so that what it takes to start the first call and to hear of the last is not counted.
+    Of as many more as take about 50 ms, so that it hardly counts what it takes to start the first and hear of the last.
     """
-    for _ in range(2):  # one after the other: the largest cases leave no memory for two results
-        start = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        seconds = time.perf_counter() - start
-    calls = max(5, math.ceil(ROUND / seconds))
-    rounds = []
-    for _ in range(repeats):
+
+    def round_of(calls: int) -> float:
         start = time.perf_counter()
         for _ in range(calls):
             result = function(*arguments)
         jax.block_until_ready(result)
-        rounds.append((time.perf_counter() - start) / calls)
-    return statistics.median(rounds)
+        return (time.perf_counter() - start) / calls
+
+    round_of(1)  # one after the other: the largest cases leave no memory for two results
+    calls = max(least, math.ceil(ROUND / round_of(least)))
+    return statistics.median(round_of(calls) for _ in range(repeats))
 
 
 def report(case: str, seconds: float, flops: float, num_bytes: float, compiled: jax.stages.Compiled) -> None:

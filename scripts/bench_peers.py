@@ -1,6 +1,6 @@
 """Time other packages' delta rule on the GPU that is here: `python scripts/bench_peers.py [--only TEXT]`.
 
-For the shapes that `bench_kernels.py linear_attention` times, with tokens drawn alike: fla-core and the cuDNN frontend,
+For shapes that `bench_kernels.py linear_attention` times, with tokens drawn alike: fla-core and the cuDNN frontend,
 where they and PyTorch for CUDA are installed. Prints milliseconds of a forward pass and of a step with all gradients,
 medians by CUDA's events, and what a step needs beside its arguments.
 """

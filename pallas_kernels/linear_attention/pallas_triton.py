@@ -317,10 +317,10 @@ class _Calls:
             products, inverse, sums, depth, *parts = call(chunk_kernels.prepare, in_specs=token_specs)(*tokens)
             return products, inverse, sums, _Depths(depth), _Parts(*parts)
         *prepared, parts, halves = _prepare_on_hopper(None, *tokens)
-        if not self.decay_width:
+        if self.looked_at is None:
             return *prepared, _Depths(), _Parts(*parts)
         prepared += parts
-        of_halves = pl.BlockSpec((2, None, None, CHUNK * (self.looked_at or 1)), lambda h, n, b: (0, b, h, n))
+        of_halves = pl.BlockSpec((2, None, None, CHUNK * self.looked_at), lambda h, n, b: (0, b, h, n))
         places = [place for place in range(len(specs)) if place != DEPTH]
         again = call(
             chunk_kernels.prepare_again,

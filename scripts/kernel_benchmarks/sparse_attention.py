@@ -219,7 +219,7 @@ def run(only, median_seconds, report):
         programs = [pool.submit(compile_case, function, draw_arrays) for _, function, draw_arrays, _ in wanted]
         for (name, _, draw_arrays, flops), program in zip(wanted, programs, strict=True):
             compiled, arrays = program.result(), draw_arrays()
-            rounds = {"repeats": 2, "calls": 1} if flops > 1e14 else {"calls": 3}
+            rounds = {"repeats": 2, "least": 1} if flops > 1e14 else {"least": 3}
             report(name, median_seconds(compiled, *arrays, **rounds), flops, 0, compiled)
 
 

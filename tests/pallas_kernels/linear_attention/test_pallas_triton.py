@@ -144,10 +144,12 @@ def test_a_row_split_over_the_gpu_gives_what_the_recurrence_gives(is_scalar):
 
 
 def test_chunks_with_deep_tokens_alone_are_done_again(monkeypatch):
-    """What Hopper's kernels give of them is worthless; here it is zero in every chunk."""
-    (query, key, value, log_decay, beta, state), segments, (gradient, last) = draw(192, [60, 5, 1, 126], "mixed")
-    log_decay = log_decay.at[:, :64].set(-0.1)
-    first, last_place = pallas_triton._document_bounds(document_starts(jnp.asarray(segments)))
+    """What Hopper's kernels give of them is worthless; here it is zero in every chunk of two rows."""
+    rows = draw(192, [60, 5, 1, 126], "mixed"), draw(192, [64, 100, 28], "mixed", seed=1)
+    arrays, segments, gradients = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *rows)
+    (query, key, value, log_decay, beta, state), (gradient, last) = arrays, gradients
+    log_decay = log_decay.at[0, :64].set(-0.1).at[1, 64:].set(-0.1)
+    first, last_place = pallas_triton._document_bounds(document_starts(segments))
     bounds = first, last_place
 
     @jax.jit
@@ -159,7 +161,9 @@ def test_chunks_with_deep_tokens_alone_are_done_again(monkeypatch):
         tokens = query, key, sums, depths, beta, *bounds, states, state_gradients, written, solved, gradient
         gradients = call.gradients(*tokens)
         call.is_on_hopper, call.looked_at = True, 3
-        halves = jnp.moveaxis(jnp.stack([depths.of_tokens, 0.5 * depths.of_tokens]), 2, 3)
+        # Each row is deep by one half of the channels alone.
+        share = jnp.asarray([[0.01, 1], [1, 0.01]])[..., None, None]
+        halves = jnp.moveaxis(depths.of_tokens[None] * share, 2, 3)
         worthless = *jax.tree.map(jnp.zeros_like, (products, inverse, sums, list(parts))), halves
         monkeypatch.setattr(pallas_triton, "_prepare_on_hopper", lambda *_: worthless)
         worthless_gradients = jnp.zeros_like(query), jnp.zeros_like(key), sums, jnp.zeros_like(beta)
@@ -170,12 +174,16 @@ def test_chunks_with_deep_tokens_alone_are_done_again(monkeypatch):
         return is_deep, (prepared, gradients), (again, call.gradients(*tokens))
 
     is_deep, expected, found = evaluate()
-    assert is_deep[0].tolist() == [[0, 0], [1, 1], [1, 1]]
-    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        deep = slice(1, None) if one.shape[1] == 3 else slice(64, None)
-        np.testing.assert_array_equal(one[:, deep], other[:, deep])
+    assert is_deep.tolist() == [[[0, 0], [1, 1], [1, 1]], [[1, 1], [0, 0], [0, 0]]]
+    for row, deep_chunks in enumerate((range(1, 3), range(1))):
+        for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            size = one.shape[1] // 3
+            deep = slice(deep_chunks.start * size, deep_chunks.stop * size)
+            np.testing.assert_array_equal(one[row, deep], other[row, deep])
     for result in (found[0][0], found[1][0], found[1][1]):
-        assert not result[:, : result.shape[1] // 3].any()
+        size = result.shape[1] // 3
+        assert not result[0, :size].any()
+        assert not result[1, size:].any()
 
 
 def test_rows_are_split_only_where_few_heads_leave_the_gpu_idle(monkeypatch):
