@@ -66,11 +66,14 @@ def packed_attention(
     *,
     scale: float,
     query_chunk_tokens: int,
+    keeps_scores: bool = True,
 ) -> jax.Array:
     """`attention` (causal, inside each document), by cuDNN where `reason_against` has nothing against it.
 
     What a batch holds decides on the device: rows of one document each, rows of up to `MOST_DOCUMENTS`, or plain JAX
-    for more.
+    for more. What each of these keeps for its backward pass has a place whichever is taken: of plain JAX what it has
+    for each pair of tokens, unless it computes that again, not `keeps_scores`. In a layer that is itself computed
+    again they are better kept.
     """
     plain = functools.partial(attention, scale=scale, query_chunk_tokens=query_chunk_tokens)
     reason = reason_against(query, key, value)
@@ -81,7 +84,8 @@ def packed_attention(
     if _asks_hopper():
         forms, most = [*forms, functools.partial(_several_documents, scale=scale)], [*most, MOST_DOCUMENTS]
     form = functools.reduce(jnp.add, [(jnp.max(segment_ids) > limit).astype(jnp.int32) for limit in most])
-    return lax.switch(form, [*forms, plain], query, key, value, segment_ids)
+    last = plain if keeps_scores else jax.checkpoint(plain)
+    return lax.switch(form, [*forms, last], query, key, value, segment_ids)
 
 
 def _whole_rows(

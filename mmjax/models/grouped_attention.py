@@ -75,6 +75,7 @@ class GroupedAttention(nnx.Module):
             context.query_positions(query.shape[1]),
             scale=self.config.head_width**-0.5,
             query_chunk_tokens=self.config.query_chunk_tokens,
+            keeps_scores=self.model.remat == "layer",
         )
         return self._finish(inputs, checkpoint_name(mixed, "attention"))
 

@@ -96,7 +96,7 @@ class LatentAttention(nnx.Module):
     def __init__(self, model: ModelConfig):
         full = model.full_attention
         initializer, dtype = normal(model.initializer_range), model.parameter_dtype
-        self.config = full
+        self.model, self.config = model, full
 
         def heads_from(width: int, axis: str, head_width: int) -> nnx.Variable:
             return parameter(initializer, (width, full.num_heads, head_width), (axis, "heads", None), dtype)
@@ -150,7 +150,16 @@ class LatentAttention(nnx.Module):
             shape = (*key.shape[:3], config.shared_key_width)
             key = jnp.concatenate([key, spread(shared_key[:, :, None], shape)], axis=-1)
             value = project("bsr,rhv->bshv", latent, self.value_up)
-            mixed = packed_attention(query, key, value, segment_ids, places, scale=scale, query_chunk_tokens=chunk)
+            mixed = packed_attention(
+                query,
+                key,
+                value,
+                segment_ids,
+                places,
+                scale=scale,
+                query_chunk_tokens=chunk,
+                keeps_scores=self.model.remat == "layer",
+            )
         else:
             query = self._absorbed(nope_query, shared_query)
             key = jnp.concatenate([latent, shared_key], axis=-1)

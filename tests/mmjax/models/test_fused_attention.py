@@ -74,6 +74,34 @@ def test_it_compiles_for_a_gpu_inside_shard_map(widths):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_scores_of_a_form_that_may_not_be_taken_have_no_place_unless_they_are_kept():
+    pytest.importorskip("jax_cuda13_plugin")
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = described_mesh(MeshConfig(fsdp=2), read_cluster("1x2xh200"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    arrays, segment_ids = draw(np.ones((2, 1024), np.int32), 4, 2, 64)
+    arguments = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=everywhere), (arrays, segment_ids)
+    )
+
+    def temporaries(keeps_scores):
+        def three_layers(query, *others, **settings):
+            attend = partial(packed_attention, keeps_scores=keeps_scores, **settings)
+            return jax.lax.scan(lambda query, _: (attend(query, *others), None), query, length=3)[0]
+
+        split = jax.shard_map(
+            partial(step, three_layers), mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        )
+        with for_described_gpus(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.jit(split).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+    # At least a byte a pair of tokens in two rows of most layers: the compiler shares some.
+    assert temporaries(False) < temporaries(True) - 2 * 2 * 1024**2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("key_heads", "widths"), [(8, (128,)), (2, (128,)), (8, (192, jnp.bfloat16, 128)), (8, (256,))]
@@ -82,9 +110,10 @@ def test_on_a_gpu_results_and_gradients_are_near_the_plain_form(key_heads, width
     whole = rows_of_documents([256], [256], [100], [], [1], length=256)
     several = rows_of_documents([100, 100, 56], [256], [1, 2, 3, 4], [], [10, 200], length=256)
     many = rows_of_documents([3] * (MOST_DOCUMENTS + 1), [256], length=256)
-    for rows in (whole, several, many):
+    for rows, keeps_scores in ((whole, True), (several, True), (many, True), (many, False)):
         arrays, segment_ids = draw(rows, 8, key_heads, *widths)
-        got, again = (jax.jit(partial(step, packed_attention))(arrays, segment_ids) for _ in range(2))
+        attend = jax.jit(partial(step, partial(packed_attention, keeps_scores=keeps_scores)))
+        got, again = (attend(arrays, segment_ids) for _ in range(2))
         wide = [array.astype(jnp.float32) for array in arrays]
         with jax.default_matmul_precision("highest"):
             want = jax.jit(partial(step, attention))(wide, segment_ids)
