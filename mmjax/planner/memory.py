@@ -16,7 +16,7 @@ _INT32 = 4
 # Hidden width of experts up to which kernels fetch rows from their tokens' places instead of sorting copies of them.
 _WIDEST_FETCHED = 768
 # Of a head's width, what kernels of linear attention need in a step beside their arguments: docs/benchmarks.md.
-_KERNEL_COPIES = 15
+_KERNEL_COPIES = {"kimi_delta": 11, "gated_delta_net": 13}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,22 +416,23 @@ class InFlight:
 
     def _linear_attention(self) -> tuple[float, float]:
         """Kept, per token and head: q, k, v before and after their convolution, decay, gate, mix, all but the
-        projections' results in at least float32. At most: besides what the kernels need, 15 times a head's width."""
+        projections' results in at least float32. At most: besides what the kernels need, 11 times a head's width."""
         linear = self.model.linear_attention
         heads = linear.num_heads / self.mesh.tensor
         qkv = 2 * linear.key_width + linear.value_width
         kept = (2 * qkv + linear.key_width + 3 * linear.value_width) * self.compute + linear.key_width * self.wide
-        kernels = _KERNEL_COPIES * (linear.key_width + linear.value_width) / 2 * self.compute
+        kernels = _KERNEL_COPIES["kimi_delta"] * (linear.key_width + linear.value_width) / 2 * self.compute
         kept = self.tokens * heads * kept
         return kept, kept + self.tokens * heads * kernels + self.gathered_states()
 
     def _gated_delta_net(self) -> tuple[float, float]:
-        """As for linear attention, with keys and queries repeated for each value head, and one decay a head."""
+        """As for linear attention, with keys and queries repeated for each value head, and one decay a head; kernels
+        need 13 times a head's width."""
         net = self.model.gated_delta_net
         heads, key_heads = net.num_value_heads / self.mesh.tensor, net.num_key_heads / self.mesh.tensor
         projected = 2 * (2 * key_heads * net.key_width + heads * net.value_width)
         kept = self.tokens * (projected + heads * (2 * net.key_width + 3 * net.value_width)) * self.compute
-        kernels = _KERNEL_COPIES * (net.key_width + net.value_width) / 2 * self.compute
+        kernels = _KERNEL_COPIES["gated_delta_net"] * (net.key_width + net.value_width) / 2 * self.compute
         return kept, kept + self.tokens * heads * kernels + self.gathered_states()
 
     def _full_attention(self) -> tuple[float, float]:
@@ -476,8 +477,8 @@ class InFlight:
             router        three times the scores of all experts
             kernels       2 R + 6 I a row, 3 R more where rows are sorted
             shared MLP    its values and their gradients, as of a dense one
-            on their way  6 R a row: sent, arrived, returned, once more for a further round, and gradients; of a ring
-                          all rows and the sums of their results, twice, with what each step keeps
+            on their way  5 R a row: sent, arrived, returned, and gradients; of a ring all rows and the sums of their
+                          results, twice, with what each step keeps
         """
         moe, model = self.model.moe, self.model
         width = moe.latent_width or model.width
@@ -491,7 +492,7 @@ class InFlight:
         if moe.transport == "ring":
             passed = self.tokens * ((2 + devices) * self.compute + 2 * self.wide)
             return values, width * (2 * rows / devices * self.compute + passed)
-        return values, 6 * rows * width * self.compute
+        return values, 5 * rows * width * self.compute
 
     def _mlp(self, hidden_width: int) -> float:
         return 3 * self.tokens * hidden_width / self.mesh.tensor * self.compute
