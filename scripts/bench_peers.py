@@ -13,18 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from delta_rule_cases import WIDTH, WITH_PEERS
 from torch.nn import functional
-
-WIDTH = 128
-CASES = {  # tokens, value heads, key heads, one decay a channel, decay, tokens of each document
-    "KDA T32768 H32 strong decay": (32768, 32, 32, True, "strong", 32768),
-    "KDA T32768 H32 slow decay": (32768, 32, 32, True, "slow", 32768),
-    "KDA T8192 H96 strong decay": (8192, 96, 96, True, "strong", 8192),
-    "KDA T8192 H96 slow decay": (8192, 96, 96, True, "slow", 8192),
-    "KDA 8 documents of 4096 H32 strong decay": (32768, 32, 32, True, "strong", 4096),
-    "GDN T32768 H32 slow decay": (32768, 32, 32, False, "slow", 32768),
-    "GDN T32768 key heads 16, H32": (32768, 32, 16, False, "slow", 32768),
-}
 
 
 def draw(tokens: int, heads: int, key_heads: int, by_channel: bool, decay: str, document: int):
@@ -129,7 +119,7 @@ def main() -> None:
         except ImportError as error:
             print(f"{peer}: not installed ({error})")
             continue
-        for name, case in CASES.items():
+        for name, case in WITH_PEERS.items():
             rule = rules.get(case[3])
             if rule is None or options.only not in f"{peer} {name}":
                 continue

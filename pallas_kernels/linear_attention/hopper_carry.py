@@ -120,9 +120,21 @@ def write_state(halves, target) -> None:
         target[:, half_of(half)] = state
 
 
-def kept_by(kept_ref, half: int) -> jax.Array:
-    """How much of each key channel a chunk keeps, for all value channels."""
-    return shared.row_across(kept_ref, half)
+def kept_by(kept_ref) -> list[jax.Array]:
+    """How much of each key channel a chunk keeps, for all value channels: both halves."""
+    return [shared.row_across(kept_ref, half) for half in HALVES]
+
+
+def scaled(halves: Sequence[jax.Array], kept: Sequence[jax.Array]) -> list[jax.Array]:
+    """What is kept of a state: to be told before products start that do not wait for it."""
+    return cores.computed([half * factor for half, factor in zip(halves, kept, strict=True)])
+
+
+def following(step, chunks: int, wait: Callable[[Any], None]):
+    """The next step, once `wait` has seen that what it needs is there; behind the last one that once more."""
+    following = jnp.minimum(step + 1, chunks - 1)
+    pl.when(following > step)(lambda: wait(following))
+    return following
 
 
 def kept_of_channels(kept: jax.Array) -> jax.Array:

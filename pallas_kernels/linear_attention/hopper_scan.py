@@ -29,11 +29,13 @@ from pallas_kernels.linear_attention.hopper_carry import (
     REGISTERS,
     Ring,
     Scan,
+    following,
     half_of,
     kept_by,
     kept_of_channels,
     place_of,
     read_state,
+    scaled,
     turned,
     write_state,
 )
@@ -82,7 +84,7 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
         def ahead_of(chunk):
             slot = carrying.slot(chunk)
             from_value = shared.widened(shared.turned_matrix(from_value_smem.at[slot]))
-            return from_value, [kept_by(kept_smem.at[slot], half) for half in HALVES]
+            return from_value, kept_by(kept_smem.at[slot])
 
         def give(ring, chunk, matrices, target):
             def write(slot):
@@ -95,7 +97,7 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
             halves, (from_value, kept), output = carried
             slot = carrying.slot(chunk)
             state = [half.astype(narrow) for half in halves]
-            halves = cores.computed([half * factor for half, factor in zip(halves, kept, strict=True)])
+            halves = scaled(halves, kept)
 
             def by_state(source):
                 return [(state[half], cores.turned(source.at[slot, :, half_of(half)])) for half in HALVES]
@@ -116,9 +118,7 @@ def scan(from_state, from_value, reading, writing, kept, products, state, *, kee
                 give(writes, chunk, [written], written_smem)
             else:
                 output = cores.start([[(written, cores.turned(products_smem.at[slot]))]], (CHUNK,), output)
-            following = jnp.minimum(chunk + 1, chunks - 1)  # behind the last chunk the same once more
-            pl.when(following > chunk)(lambda: carrying.wait(following))
-            ahead = ahead_of(following)
+            ahead = ahead_of(following(chunk, chunks, carrying.wait))
             results = cores.finish([*halves, *output])
             carrying.release(chunk)
             return results[:2], ahead, [matrix.astype(narrow) for matrix in results[2:]]

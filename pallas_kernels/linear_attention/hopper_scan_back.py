@@ -27,11 +27,13 @@ from pallas_kernels.linear_attention.hopper_carry import (
     REGISTERS,
     Ring,
     Scan,
+    following,
     half_of,
     kept_by,
     kept_of_channels,
     place_of,
     read_state,
+    scaled,
     turned,
     write_state,
 )
@@ -107,13 +109,13 @@ def scan_back(
 
         def ahead_of(step):
             slot = early.slot(step)
-            return shared.turned_matrix(gradient_smem.at[slot]), [kept_by(kept_smem.at[slot], half) for half in HALVES]
+            return shared.turned_matrix(gradient_smem.at[slot]), kept_by(kept_smem.at[slot])
 
         def carry(step, carried):
             halves, (gradient, kept) = carried
             slot, late_slot = early.slot(step), late.slot(step)
             state = [half.astype(narrow) for half in halves]
-            halves = cores.computed([half * factor for half, factor in zip(halves, kept, strict=True)])
+            halves = scaled(halves, kept)
 
             def give_state(slot):
                 for half in HALVES:
@@ -137,9 +139,7 @@ def scan_back(
             sources = [from_state_smem.at[late_slot, :, half_of(half)] for half in HALVES]
             halves = cores.start([[(written, source)] for source in sources], (HALF,) * 2, halves)
             writes.give(step, give_written)
-            following = jnp.minimum(step + 1, chunks - 1)
-            pl.when(following > step)(lambda: early.wait(following))
-            ahead = ahead_of(following)
+            ahead = ahead_of(following(step, chunks, early.wait))
             halves = cores.finish(halves)
             early.release(step)
             late.release(step)

@@ -27,11 +27,13 @@ from pallas_kernels.linear_attention.hopper_carry import (
     REGISTERS,
     Ring,
     Scan,
+    following,
     half_of,
     kept_by,
     kept_of_channels,
     place_of,
     read_state,
+    scaled,
     turned,
 )
 from pallas_kernels.linear_attention.hopper_tiles import HALF, WIDTH
@@ -81,6 +83,10 @@ def states(from_state, value, beta, inverse, writing, kept, state) -> Scan:
             plgpu.barrier_arrive(multiplied_in.at[slot])
             return ()
 
+        def wait(chunk):
+            carrying.wait(chunk)
+            plgpu.barrier_wait(multiplied_in.at[solving.slot(chunk)])
+
         def of_values(chunk):
             """What a chunk's tokens would write without a state."""
             slot = solving.slot(chunk)
@@ -88,14 +94,11 @@ def states(from_state, value, beta, inverse, writing, kept, state) -> Scan:
             factors = [(cores.turned(ref.at[slot]), inverse) for ref in (value_smem, low_value_smem)]
             return cores.start([factors], (CHUNK,))
 
-        def kept_at(chunk):
-            return [kept_by(kept_smem.at[carrying.slot(chunk)], half) for half in HALVES]
-
         def carry(chunk, carried):
             halves, kept, written = carried
             slot = carrying.slot(chunk)
             state = [half.astype(narrow) for half in halves]
-            halves = cores.computed([half * factor for half, factor in zip(halves, kept, strict=True)])
+            halves = scaled(halves, kept)
 
             def give_state():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -116,21 +119,15 @@ def states(from_state, value, beta, inverse, writing, kept, state) -> Scan:
             sources = (cores.turned(from_state_smem.at[slot, :, half_of(half)]) for half in HALVES)
             factors = [(cores.negative(one), other) for one, other in zip(state, sources, strict=True)]
             written = cores.start([factors], (CHUNK,), written)
-            following = jnp.minimum(chunk + 1, chunks - 1)  # behind the last chunk the same once more
-
-            @pl.when(following > chunk)
-            def _():
-                carrying.wait(following)
-                plgpu.barrier_wait(multiplied_in.at[solving.slot(following)])
-
-            ahead = of_values(following)
+            next_chunk = following(chunk, chunks, wait)
+            ahead = of_values(next_chunk)
             give_state()
             (written,) = cores.finish(written, later=1)
             parts = tiles.parts(written, 2)
             factors = [[(parts[0], writing_smem.at[slot, :, half_of(half)])] for half in HALVES]
             halves = cores.start(factors, (HALF,) * 2, halves)
             give_written()
-            kept = kept_at(following)
+            kept = kept_by(kept_smem.at[carrying.slot(next_chunk)])
             *halves, ahead = cores.finish([*halves, *ahead])
             solving.release(chunk)
             carrying.release(chunk)
@@ -140,9 +137,8 @@ def states(from_state, value, beta, inverse, writing, kept, state) -> Scan:
         def _():
             plgpu.set_max_registers(REGISTERS[0], action="increase")
             halves = read_state(state.at[row, head, columns])
-            carrying.wait(0)
-            plgpu.barrier_wait(multiplied_in.at[0])
-            lax.fori_loop(0, chunks, carry, ([*halves], kept_at(0), cores.finish(of_values(0))))
+            wait(0)
+            lax.fori_loop(0, chunks, carry, ([*halves], kept_by(kept_smem.at[0]), cores.finish(of_values(0))))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == BESIDE)

@@ -6,24 +6,19 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from delta_rule_cases import WIDTH, WITH_PEERS
 
 from pallas_kernels.linear_attention import reference
 from pallas_kernels.linear_attention.api import delta_rule
 
-CASES = {  # tokens, value heads, key heads, one decay a channel, decay, tokens of each document
-    "KDA T32768 H32 strong decay": (32768, 32, 32, True, "strong", 32768),
-    "KDA T32768 H32 slow decay": (32768, 32, 32, True, "slow", 32768),
+CASES = {  # as `WITH_PEERS`
+    **WITH_PEERS,
     "KDA T32768 H32 unbounded decay": (32768, 32, 32, True, "unbounded", 32768),
-    "KDA T8192 H96 strong decay": (8192, 96, 96, True, "strong", 8192),
-    "KDA T8192 H96 slow decay": (8192, 96, 96, True, "slow", 8192),
-    "KDA 8 documents of 4096 H32 strong decay": (32768, 32, 32, True, "strong", 4096),
-    "GDN T32768 H32 slow decay": (32768, 32, 32, False, "slow", 32768),
-    "GDN T32768 key heads 16, H32": (32768, 32, 16, False, "slow", 32768),
     "KDA T32768 H4 strong decay": (32768, 4, 4, True, "strong", 32768),
     "GDN T32768 H4 slow decay": (32768, 4, 4, False, "slow", 32768),
     **{f"KDA T{2**power} H32 strong decay": (2**power, 32, 32, True, "strong", 2**power) for power in range(12, 21)},
 }
-WIDTH, CHUNK = 128, 64
+CHUNK = 64
 BLOCK = 256
 DRAWN = 2**16
 """Longer rows repeat this many tokens."""
