@@ -14,6 +14,7 @@ from pallas_kernels.linear_attention.documents import document_starts
 
 SETTINGS = pallas_triton.Settings(interpret=True, prepare_columns=8, gradient_columns=8, scan_width=8)
 NAMES = ("output", "state", "query", "key", "value", "log_decay", "beta", "initial_state")
+GATED = (*NAMES[:5], "raw", "log_rate", "bias", *NAMES[6:])
 # Log decay of each token and channel: as bounded in Kimi-K3, hardly any, anything, and none or all at once.
 DECAYS = {
     "bounded": lambda random, shape: -5 * random.uniform(0.2, 1, shape),
@@ -58,15 +59,16 @@ kernels = functools.partial(pallas_triton.delta_rule, settings=SETTINGS)
 split_kernels = functools.partial(pallas_triton.delta_rule, settings=SETTINGS._replace(pieces=5))
 
 
-def expected(arrays, segments, gradients):
+def expected(arrays, segments, gradients, rule=reference.delta_rule):
     with jax.enable_x64(True):
         arrays, gradients = jax.tree.map(lambda array: jnp.asarray(np.asarray(array, np.float64)), (arrays, gradients))
-        return jax.tree.map(np.asarray, run(reference.delta_rule)(arrays, jnp.asarray(segments), gradients))
+        return jax.tree.map(np.asarray, run(rule)(arrays, jnp.asarray(segments), gradients))
 
 
-def check(found, arrays, segments, gradients, tolerance, **looser):
+def check(found, arrays, segments, gradients, tolerance, *, names=NAMES, rule=reference.delta_rule, **looser):
     too_large = {}
-    for name, one, other in zip(NAMES, found, expected(arrays, segments, gradients), strict=True):
+    results = map(jax.tree.leaves, (found, expected(arrays, segments, gradients, rule)))
+    for name, one, other in zip(names, *results, strict=True):
         one = np.asarray(one, np.float64)
         assert np.isfinite(one).all(), name
         error = np.linalg.norm(one - other) / max(np.linalg.norm(other), 1e-30)
@@ -331,31 +333,17 @@ def test_gradients_through_the_gate_are_near_float64_on_a_gpu(kind, by_channel):
     random = np.random.default_rng(1)
     raw, bias = random.normal(size=(1, length, heads, width)), random.normal(size=(heads, width))
     gate = [jnp.asarray(array, jnp.float32) for array in (raw, np.log(random.uniform(0.5, 4, heads)), bias)]
-    arrays = [*arrays[:3], *gate, *arrays[4:]]
+    arrays[3] = tuple(gate)
 
-    def through_gate(rule, arrays, segments, gradients):
-        def evaluate(query, key, value, raw, log_rate, bias, beta, state):
-            decay = decay_gate(raw, log_rate, bias, kind=kind)
-            decay = decay if by_channel else decay[..., 0]
-            return rule(query, key, value, decay, beta, segments, initial_state=state)
+    def gated(rule):
+        def evaluate(query, key, value, gate, *rest, initial_state):
+            decay = decay_gate(*gate, kind=kind)
+            return rule(query, key, value, decay if by_channel else decay[..., 0], *rest, initial_state=initial_state)
 
-        results, transpose = jax.vjp(evaluate, *arrays)
-        return transpose(
-            tuple(gradient.astype(result.dtype) for gradient, result in zip(gradients, results, strict=True))
-        )
+        return evaluate
 
-    found = jax.jit(functools.partial(through_gate, functools.partial(delta_rule, implementation="pallas")))(
-        arrays, segments, gradients
-    )
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        wide = jax.tree.map(lambda array: jnp.asarray(np.asarray(array, np.float64)), (arrays, gradients))
-        exact = jax.jit(functools.partial(through_gate, reference.delta_rule))(wide[0], segments, wide[1])
-    names = "query", "key", "value", "raw", "log_rate", "bias", "beta", "initial_state"
-    errors = {}
-    for name, one, other in zip(names, found, exact, strict=True):
-        one, other = np.asarray(one, np.float64), np.asarray(other)
-        errors[name] = float(np.linalg.norm(one - other) / np.linalg.norm(other))
-    assert max(errors.values()) < 5e-3, errors
+    found = run(gated(functools.partial(delta_rule, implementation="pallas")))(arrays, segments, gradients)
+    check(found, arrays, segments, gradients, 5e-3, names=GATED, rule=gated(reference.delta_rule))
 
 
 @pytest.mark.gpu
