@@ -132,9 +132,9 @@ def scaled(halves: Sequence[jax.Array], kept: Sequence[jax.Array]) -> list[jax.A
 
 def following(step, chunks: int, wait: Callable[[Any], None]):
     """The next step, once `wait` has seen that what it needs is there; behind the last one that once more."""
-    following = jnp.minimum(step + 1, chunks - 1)
-    pl.when(following > step)(lambda: wait(following))
-    return following
+    next_step = jnp.minimum(step + 1, chunks - 1)
+    pl.when(next_step > step)(lambda: wait(next_step))
+    return next_step
 
 
 def kept_of_channels(kept: jax.Array) -> jax.Array:
