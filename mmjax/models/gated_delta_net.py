@@ -19,7 +19,7 @@ from mmjax.models.linear_attention import (
     uniform_taps,
 )
 from mmjax.parallel.fsdp import make_varying
-from pallas_kernels.linear_attention.api import decay_gate
+from pallas_kernels.linear_attention.gates import DecayGate
 
 
 class GatedDeltaNet(nnx.Module):
@@ -93,12 +93,11 @@ class GatedDeltaNet(nnx.Module):
             [use(taps, wide) for taps in (self.query_convolution, self.key_convolution, self.value_convolution)],
             (config.key_width**-0.5, 1.0, None),
         )
-        raw_decay = project("bsd,dh->bsh", inputs, self.decay)[..., None]
-        bias = use(self.decay_bias, wide)[:, None]
-        log_decay = decay_gate(raw_decay, use(self.log_rate, wide), bias, kind="softplus")[..., 0]
+        decay = project("bsd,dh->bsh", inputs, self.decay)
+        gate = DecayGate(use(self.log_rate, wide), use(self.decay_bias, wide), "softplus")
         beta = jax.nn.sigmoid(project("bsd,dh->bsh", inputs, self.beta).astype(wide))
-        mixed = checkpoint_name(row.recur(query, key, value, log_decay, beta), "attention").astype(wide)
-        gate = project("bsd,dhv->bshv", inputs, self.output_gate)
+        mixed = checkpoint_name(row.recur(query, key, value, decay, beta, gate), "attention").astype(wide)
+        output_gate = project("bsd,dhv->bshv", inputs, self.output_gate)
         mixed *= lax.rsqrt(jnp.mean(jnp.square(mixed), axis=-1, keepdims=True) + self.norm_epsilon)
-        mixed *= use(self.output_norm, wide)[None, None, None] * jax.nn.silu(gate.astype(wide))
+        mixed *= use(self.output_norm, wide)[None, None, None] * jax.nn.silu(output_gate.astype(wide))
         return project("bshv,hvd->bsd", mixed.astype(dtype), self.output, is_row=True)

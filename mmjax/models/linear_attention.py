@@ -16,13 +16,8 @@ from mmjax.models.cache import DeltaCache, next_tail
 from mmjax.models.layers import at_least_float32, normal, ones, parameter, project, use
 from mmjax.parallel import context
 from mmjax.parallel.fsdp import make_varying
-from pallas_kernels.linear_attention.api import (
-    affine_delta_rule,
-    convolution_tail,
-    decay_gate,
-    delta_rule,
-    short_convolution,
-)
+from pallas_kernels.linear_attention.api import affine_delta_rule, convolution_tail, delta_rule, short_convolution
+from pallas_kernels.linear_attention.gates import DecayGate
 
 
 class Row(Protocol):
@@ -33,7 +28,7 @@ class Row(Protocol):
     ) -> list[jax.Array]: ...
 
     def recur(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
+        self, query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, gate: DecayGate
     ) -> jax.Array: ...
 
 
@@ -52,10 +47,10 @@ class WholeRow:
         ]
 
     def recur(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
+        self, query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, gate: DecayGate
     ) -> jax.Array:
-        mixed, _ = delta_rule(query, key, value, log_decay, beta, self._segment_ids, chunk_tokens=self._chunk_tokens)
-        return mixed
+        arrays = query, key, value, decay, beta, self._segment_ids
+        return delta_rule(*arrays, gate=gate, chunk_tokens=self._chunk_tokens)[0]
 
 
 class SplitRow:
@@ -89,12 +84,11 @@ class SplitRow:
         ]
 
     def recur(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
+        self, query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, gate: DecayGate
     ) -> jax.Array:
-        query, key, value, log_decay, beta = map(_chunks, (query, key, value, log_decay, beta))
-        parts = affine_delta_rule(
-            query, key, value, log_decay, beta, self._segment_ids, chunk_tokens=self._chunk_tokens
-        )
+        query, key, value, decay, beta = map(_chunks, (query, key, value, decay, beta))
+        arrays = query, key, value, decay, beta, self._segment_ids
+        parts = affine_delta_rule(*arrays, gate=gate, chunk_tokens=self._chunk_tokens)
         transition, state = _by_row(parts.transition), _by_row(parts.state)
         entering = context.entering_states(transition, state, self._continues)
         carried = jnp.einsum(
@@ -143,10 +137,10 @@ class ContinuedRow:
         ]
 
     def recur(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array
+        self, query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, gate: DecayGate
     ) -> jax.Array:
         # Padding leaves the state as it is: it neither decays nor writes.
-        is_real = (self._slots >= 0)[..., None]
+        is_real, log_decay = (self._slots >= 0)[..., None], gate(decay)
         mixed, self._state = delta_rule(
             query,
             key,
@@ -268,21 +262,17 @@ class KimiDeltaAttention(nnx.Module):
             [use(taps, wide) for taps in (self.query_convolution, self.key_convolution, self.value_convolution)],
             (config.key_width**-0.5, 1.0, None),
         )
-        log_decay = decay_gate(
-            through(self.decay_down, self.decay_up),
-            use(self.log_rate, wide),
-            use(self.decay_bias, wide),
-            kind=config.decay,
-            lower_bound=config.decay_lower_bound,
-        )
+        decay = through(self.decay_down, self.decay_up)
+        bounds = config.decay, config.decay_lower_bound
+        gate = DecayGate(use(self.log_rate, wide), use(self.decay_bias, wide), *bounds)
         beta = jax.nn.sigmoid(project("bsd,dh->bsh", inputs, self.beta).astype(wide))
-        mixed = checkpoint_name(row.recur(query, key, value, log_decay, beta), "attention")
+        mixed = checkpoint_name(row.recur(query, key, value, decay, beta, gate), "attention")
 
         if config.output_gate == "full":
-            gate = project("bsd,dhv->bshv", inputs, self.output_gate)
+            output_gate = project("bsd,dhv->bshv", inputs, self.output_gate)
         else:
-            gate = through(self.output_gate_down, self.output_gate_up)
+            output_gate = through(self.output_gate_down, self.output_gate_up)
         mixed = mixed.astype(wide)
         mixed *= jax.lax.rsqrt(jnp.mean(jnp.square(mixed), axis=-1, keepdims=True) + self.norm_epsilon)
-        mixed *= use(self.output_norm, wide)[None, None, None] * jax.nn.sigmoid(gate.astype(wide))
+        mixed *= use(self.output_norm, wide)[None, None, None] * jax.nn.sigmoid(output_gate.astype(wide))
         return project("bshv,hvd->bsd", mixed.astype(dtype), self.output, is_row=True)

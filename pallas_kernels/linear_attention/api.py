@@ -1,6 +1,7 @@
 """The gated delta rule, with a decay per channel (Kimi Delta Attention) or per head (Gated DeltaNet), and the small
 operations around it."""
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -10,9 +11,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import launcher
 from pallas_kernels.linear_attention import convolution, pallas_triton, reference, xla
 from pallas_kernels.linear_attention.documents import document_index, wide_dtype
+from pallas_kernels.linear_attention.gates import DecayGate
 
 Implementation = Literal["auto", "pallas", "xla", "reference"]
-Decay = Literal["bounded", "softplus"]
 
 # Up to this many numbers in a head's state a CPU is faster token by token, and compiles it in a third of the time.
 # Forward and backward, 8 rows of 256 tokens, 4 heads, one core: 20 against 88 ms at key and value width 16, 84 against
@@ -24,28 +25,31 @@ def delta_rule(
     query: Float[Array, "B S G K"],
     key: Float[Array, "B S G K"],
     value: Float[Array, "B S H V"],
-    log_decay: Float[Array, "B S H K"] | Float[Array, "B S H"],
+    decay: Float[Array, "B S H K"] | Float[Array, "B S H"],
     beta: Float[Array, "B S H"],
     segment_ids: Int[Array, "B S"],
     *,
+    gate: DecayGate | None = None,
     initial_state: Float[Array, "B H K V"] | None = None,
     chunk_tokens: int = 64,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H K V"]]:
     """Linear attention whose state forgets and corrects what it holds for a key; and its last state.
 
-        S' = diag(exp(log_decay_t)) S_{t-1}
+        S' = diag(exp(decay_t)) S_{t-1}
         S_t = S' + beta_t key_t (value_t - S'^T key_t)^T
         output_t = S_t^T query_t
 
-    `log_decay` is one number a key channel (Kimi Delta Attention) or one a head (Gated DeltaNet). Each head of `query`
+    `decay`, a logarithm, is one number a key channel (Kimi Delta Attention) or one a head (Gated DeltaNet). With a
+    `gate` it is what goes into that, and `pallas` computes the gate inside its kernels where `decay` is one number a
+    channel in bfloat16. Each head of `query`
     and `key` serves H / G consecutive heads of `value`. `query` and `key` arrive normalised and scaled.
 
     S is zero at the first token of each document (a token whose id in `segment_ids` differs from the one before it);
     `initial_state`, zeros if None, belongs to the first document of each row, and the state returned to the last,
     padding included. Computed in at least float32; the output has the dtype of `value`, the state the wide one.
 
-    `log_decay` is finite and at most 0, of any size: nothing overflows however fast or slow the decay.
+    The log decay is finite and at most 0, of any size: nothing overflows however fast or slow the decay.
     `xla` takes `chunk_tokens` at once, `reference` one, `pallas` 64 whatever is asked. "auto" is `pallas` where it can,
     else `reference` for small states on a CPU, else `xla`, and says once which.
 
@@ -60,7 +64,6 @@ def delta_rule(
         raise ValueError(f"value has {value.shape[2]} heads, no multiple of the {key.shape[2]} of query and key")
     if chunk_tokens < xla.TILE or chunk_tokens & (chunk_tokens - 1):
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be {xla.TILE} times a power of two, such as 64")
-    arrays = (query, key, value, log_decay, beta, segment_ids)
     reason = pallas_triton.reason_against(query, key, value)
     if implementation == "auto":
         implementation = "pallas"
@@ -68,11 +71,14 @@ def delta_rule(
             is_small = key.shape[-1] * value.shape[-1] <= SMALL_STATE
             implementation = "reference" if is_small and jax.default_backend() == "cpu" else "xla"
         launcher.log_once(f"delta_rule: {implementation}" + (f" (pallas {reason})" if reason else ""))
+    if gate is not None and implementation != "pallas":
+        decay = gate(decay)
+    arrays = query, key, value, decay, beta, segment_ids
     match implementation:
         case "pallas":
             if reason is not None:
                 raise ValueError(f"implementation 'pallas' of delta_rule {reason}; 'auto' takes one that can")
-            return pallas_triton.delta_rule(*arrays, initial_state=initial_state)
+            return pallas_triton.delta_rule(*arrays, gate=gate, initial_state=initial_state)
         case "xla":
             return xla.delta_rule(*arrays, initial_state=initial_state, chunk_tokens=chunk_tokens)
         case "reference":
@@ -97,10 +103,11 @@ def affine_delta_rule(
     query: Float[Array, "B S G K"],
     key: Float[Array, "B S G K"],
     value: Float[Array, "B S H V"],
-    log_decay: Float[Array, "B S H K"] | Float[Array, "B S H"],
+    decay: Float[Array, "B S H K"] | Float[Array, "B S H"],
     beta: Float[Array, "B S H"],
     segment_ids: Int[Array, "B S"],
     *,
+    gate: DecayGate | None = None,
     chunk_tokens: int = 64,
     implementation: Implementation = "auto",
 ) -> AffineDeltaRule:
@@ -112,19 +119,21 @@ def affine_delta_rule(
     Source: Kimi K3 technical report, arXiv:2607.24653, section 5.1.2 and equation 17.
     """
     key_width, value_width = key.shape[-1], value.shape[-1]
-    tokens, dtype = (log_decay, beta, segment_ids), wide_dtype(query, key, value, log_decay, beta)
+    tokens, dtype = (decay, beta, segment_ids), wide_dtype(query, key, value, decay, beta)
     identity = jnp.broadcast_to(jnp.eye(key_width, dtype=dtype), (value.shape[0], value.shape[2], key_width, key_width))
     if implementation in ("auto", "pallas") and pallas_triton.reason_against(query, key, value) is None:
         # Its kernels take no values as wide as both parts together.
-        output, state = delta_rule(query, key, value, *tokens, implementation="pallas")
+        rule = functools.partial(delta_rule, gate=gate, implementation="pallas")
+        output, state = rule(query, key, value, *tokens)
         nothing = jnp.zeros((*value.shape[:3], key_width), value.dtype)
-        reach, transition = delta_rule(query, key, nothing, *tokens, initial_state=identity, implementation="pallas")
+        reach, transition = rule(query, key, nothing, *tokens, initial_state=identity)
         return AffineDeltaRule(output, reach, state, transition)
     output, state = delta_rule(
         query,
         key,
         jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, key_width))),
         *tokens,
+        gate=gate,
         initial_state=jnp.pad(identity, ((0, 0), (0, 0), (0, 0), (value_width, 0))),
         chunk_tokens=chunk_tokens,
         implementation=implementation,
@@ -184,33 +193,6 @@ def convolution_tail(
     is_last = documents[:, inputs.shape[1] :] == documents[:, -1:]
     tail = xla.behind(initial_tail, inputs, width)[:, inputs.shape[1] :]
     return jnp.where(is_last.reshape(*is_last.shape, *(1,) * (inputs.ndim - 2)), tail, 0)
-
-
-def decay_gate(
-    raw: Float[Array, "B S H K"],
-    log_rate: Float[Array, " H"],
-    bias: Float[Array, "H K"],
-    *,
-    kind: Decay,
-    lower_bound: float = -5.0,
-) -> Float[Array, "B S H K"]:
-    """Log decay of each token and channel, at most 0, in at least float32.
-
-        bounded:  lower_bound * sigmoid(exp(log_rate) (raw + bias))
-        softplus: -exp(log_rate) softplus(raw + bias)
-
-    Value and gradient are finite for any finite arguments: a rate beyond e^60 counts as e^60.
-
-    Source: Kimi K3 technical report, arXiv:2607.24653, equation 2 (bounded); Kimi Linear, arXiv:2510.26692 (softplus).
-    """
-    wide = wide_dtype(raw, log_rate, bias)
-    shifted = raw.astype(wide) + bias.astype(wide)[None, None]
-    rate = jnp.exp(jnp.minimum(log_rate.astype(wide), 60.0))[None, None, :, None]
-    match kind:
-        case "bounded":
-            return lower_bound * jax.nn.sigmoid(rate * shifted)
-        case "softplus":
-            return -rate * jax.nn.softplus(shifted)
 
 
 def l2_normalise(inputs: Float[Array, "*T K"]) -> Float[Array, "*T K"]:

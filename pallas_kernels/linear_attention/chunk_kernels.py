@@ -10,7 +10,7 @@ last digits; chunks in which every token passes skip the sizes. One decay a head
 """
 
 import functools
-import math
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +20,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.linear_attention.gates import LOG2_E, Form, Functions
+
 CHUNK = 64
 CHUNK_BITS = 6
 TILE, TILE_BITS = 16, 4
+TILES = CHUNK // TILE
 DEEPEST = 110.0  # base 2: leaves 2^17 of what float32 and bfloat16 reach
-LOG2_E = math.log2(math.e)
 
 
 def dot(a, b, *, transpose_a: bool = False, transpose_b: bool = False):
@@ -120,6 +122,19 @@ def wait_for_all(interpret: bool):
         plt.debug_barrier()
 
 
+def _of_gate(gate_ref, columns, interpret: bool):
+    """Shift and rate of some key channels, [1, K] each, and what a gate is computed by."""
+    functions = Functions(exp2=functools.partial(_exp2, interpret=interpret))
+    return gate_ref[0, columns][None], gate_ref[1, columns][None], functions
+
+
+def _log2_decays(decay_ref, gate_ref, columns, form: Form | None, interpret: bool):
+    """Of some key channels, to base 2, from log decays or from what goes into a gate."""
+    if form is None:
+        return decay_ref[:, columns] * LOG2_E
+    return form.log2_decay(decay_ref[:, columns].astype(jnp.float32), *_of_gate(gate_ref, columns, interpret))
+
+
 def _sums_and_end(sums_ref, columns, pairs):
     """Of some columns, or of all as one: [C, K or 1] and the last row [1, K or 1]."""
     if sums_ref.ndim == 2:
@@ -181,8 +196,9 @@ def _unit_lower_inverse(lower, pairs: _Pairs, interpret: bool):
 
 
 def _pairs(
-    query_ref, key_ref, decay_ref, beta_ref, first_ref, last_ref, products_ref, inverse_ref, sums_ref, depth_ref,
-    *, block, interpret,
+    query_ref, key_ref, decay_ref, gate_ref, beta_ref, first_ref, last_ref,
+    products_ref, inverse_ref, sums_ref, depth_ref,
+    *, form, block, interpret,
 ):  # fmt: skip
     dtype = query_ref.dtype
     pairs = _Pairs(first_ref, last_ref)
@@ -197,7 +213,7 @@ def _pairs(
     else:
 
         def add_up(columns, least):
-            decays = decay_ref[:, columns] * LOG2_E
+            decays = _log2_decays(decay_ref, gate_ref, columns, form, interpret)
             sums_ref[:, columns] = _masked_sums(pairs.reached(), decays, dtype)
             return jnp.minimum(least, jnp.min(decays))
 
@@ -285,12 +301,16 @@ def _parts_of_tokens(
 
 
 def prepare(
-    query_ref, key_ref, value_ref, decay_ref, beta_ref, first_ref, last_ref,
-    products_ref, inverse_ref, sums_ref, depth_ref, *parts_refs,
-    block, interpret,
+    query_ref, key_ref, value_ref, decay_ref, beta_ref, first_ref, last_ref, *refs, form: Form | None, block, interpret,
 ):  # fmt: skip
+    """With a `form` of gate `decay_ref` holds its raw input, and the ref behind `last_ref` its `rows` [2, K]."""
+    gate_ref: Any = None
+    if form:
+        gate_ref, *refs = refs
+    (products_ref, inverse_ref, sums_ref, depth_ref), parts_refs = refs[:4], refs[4:]
+    arguments = query_ref, key_ref, decay_ref, gate_ref, beta_ref, first_ref, last_ref
     of_pairs = products_ref, inverse_ref, sums_ref, depth_ref
-    _pairs(query_ref, key_ref, decay_ref, beta_ref, first_ref, last_ref, *of_pairs, block=block, interpret=interpret)
+    _pairs(*arguments, *of_pairs, form=form, block=block, interpret=interpret)
     wait_for_all(interpret)  # entries of other threads are read back
     tokens = query_ref, key_ref, value_ref, inverse_ref, sums_ref, beta_ref, first_ref, last_ref
     _parts_of_tokens(*tokens, *parts_refs, block=block, interpret=interpret)
@@ -321,14 +341,14 @@ class _OfChunk:
         self.ref[self._places(index)] = array
 
 
-def _again(kernel, arguments, results, chunks: int, is_any, is_deep: Callable, **options):
-    """`kernel` for those of a program's chunks that are deep, if any is."""
+def _again(kernel, arguments, gates, results, chunks: int, is_any, is_deep: Callable, **options):
+    """`kernel` for those of a program's chunks that are deep, if any is; `gates`, none or one, are of all chunks."""
 
     def look(chunk, _):
         @pl.when(is_deep(chunk))
         def _():
-            refs = [_OfChunk(ref, chunk, is_of_tokens=ref.shape[0] > chunks) for ref in (*arguments, *results)]
-            kernel(*refs, **options)
+            of_chunk = lambda refs: [_OfChunk(ref, chunk, is_of_tokens=ref.shape[0] > chunks) for ref in refs]  # noqa: E731
+            kernel(*of_chunk(arguments), *gates, *of_chunk(results), **options)
 
         return 0
 
@@ -342,13 +362,19 @@ def _largest(arrays):
     return jnp.max(functools.reduce(jnp.maximum, arrays))
 
 
-def prepare_again(*refs, **options):
+def _take(refs, *counts: int):
+    """The refs, as many at a time."""
+    refs = iter(refs)
+    return [tuple(itertools.islice(refs, count)) for count in counts]
+
+
+def prepare_again(*refs, form, **options):
     """`prepare` of chunks in which a token is deeper in its tile than `DEEPEST`; and which are.
 
     The arguments of `prepare`, how deep tokens are in each half of the channels [2, S], and results so far but the
     depths, in whose places the results lie. Depths are those of deep chunks alone.
     """
-    arguments, halves_ref, results, is_deep_ref = refs[:7], refs[7], refs[16:-1], refs[-1]
+    arguments, gates, (halves_ref,), _, results, (is_deep_ref,) = _take(refs, 7, 1 if form else 0, 1, 8, 9, 1)
     chunks = is_deep_ref.shape[0]
 
     def depths(chunk):
@@ -365,7 +391,7 @@ def prepare_again(*refs, **options):
 
     is_any = _largest(map(depths, range(chunks))) > DEEPEST
     lax.fori_loop(0, chunks, clear, 0)
-    _again(prepare, arguments, results, chunks, is_any, is_deep, **options)
+    _again(prepare, arguments, gates, results, chunks, is_any, is_deep, form=form, **options)
 
 
 def value_gradients(value_ref, beta_ref, solved_ref, by_key_ref, value_gradient_ref, beta_gradient_ref, *, interpret):
@@ -387,14 +413,23 @@ def _every_time(ref):
 
 def gradients(
     query_ref, key_ref, sums_ref, depth_ref, beta_ref, first_ref, last_ref, state_ref, state_gradient_ref,
-    written_ref, solved_ref, output_gradient_ref,
-    query_gradient_ref, key_gradient_ref, decay_gradient_ref, beta_gradient_ref,
-    *, block, interpret,
+    written_ref, solved_ref, output_gradient_ref, *refs,
+    form: Form | None, block, interpret,
 ):  # fmt: skip
     """With y = (I + L)^-T of the gradient of what the tokens write, v: dL = -y v^T, and (I + L)^-T dw = -y S^T.
 
-    The gradient of the decay lies in the place of the sums. That of beta lacks what the values give.
+    Behind the arguments stand the gradients of query, key, decay and beta. That of the decay lies in the place of the
+    sums. That of beta lacks what the values give.
+
+    With a `form` of gate two more arguments are its raw input and its `rows` [2, K]. The gradient of the former takes
+    its place, instead of that of the decay; the last two results are of the bias [4, K], to be added up, and, of each
+    token [S], what `Form.finish_rate` takes.
     """
+    raw_ref: Any = None
+    gate_ref: Any = None
+    if form:
+        raw_ref, gate_ref, *refs = refs
+    query_gradient_ref, key_gradient_ref, decay_gradient_ref, beta_gradient_ref, *of_gate_refs = refs
     dtype = written_ref.dtype
     pairs = _Pairs(first_ref, last_ref)
     beta = beta_ref[...][:, None]
@@ -419,7 +454,7 @@ def gradients(
     itself = _over_columns(written_ref, block, add_written, jnp.zeros((CHUNK,), jnp.float32))[:, None]
 
     def finish_keys(columns, carry):
-        beta_gradient, scalar_sums_gradient = carry
+        beta_gradient, scalar_sums_gradient, rate_gradient = carry
         sums, end = _sums_and_end(sums_ref, columns, pairs)
         key, query = key_ref[:, columns].astype(jnp.float32), query_ref[:, columns].astype(jnp.float32)
         # To the state that leaves.
@@ -496,24 +531,35 @@ def gradients(
         if is_scalar:
             scalar_sums_gradient += jnp.sum(sums_gradient, axis=1)
         else:
-            wait_for_all(interpret)  # the sums of these columns have been read
-            decay_gradient_ref[:, columns] = _masked_sums(pairs.reaching(), sums_gradient, dtype)
-        return beta_gradient, scalar_sums_gradient
+            decay_gradient = _masked_sums(pairs.reaching(), sums_gradient, dtype)
+            if form is not None:
+                raw, of_gate = raw_ref[:, columns].astype(jnp.float32), _of_gate(gate_ref, columns, interpret)
+                decay_gradient, by_rate = form.gradients(decay_gradient, raw, *of_gate)
+                rate_gradient += jnp.sum(by_rate, axis=1)
+                is_first = lax.broadcasted_iota(jnp.int32, (TILES, decay_gradient.shape[1]), 0) == 0
+                of_gate_refs[0][:, columns] = jnp.where(is_first, jnp.sum(decay_gradient, axis=0)[None], 0)
+            wait_for_all(interpret)  # what lies in these columns has been read
+            decay_gradient_ref[:, columns] = decay_gradient.astype(decay_gradient_ref.dtype)
+        return beta_gradient, scalar_sums_gradient, rate_gradient
 
     zeros = jnp.zeros((CHUNK,), jnp.float32)
-    beta_gradient, sums_gradient = _over_columns(key_ref, block, finish_keys, (zeros, zeros))
+    beta_gradient, sums_gradient, rate_gradient = _over_columns(key_ref, block, finish_keys, (zeros, zeros, zeros))
     beta_gradient_ref[...] = beta_gradient
+    if form is not None:
+        of_gate_refs[1][...] = rate_gradient
     if is_scalar:
         wait_for_all(interpret)  # all sums have been read
         decay_gradient_ref[...] = _masked_sums(pairs.reaching(), sums_gradient[:, None], dtype).reshape(-1)
 
 
-def gradients_again(*refs, **options):
-    """`gradients` of chunks whose sums have been left as they were.
+def gradients_again(*refs, form, **options):
+    """`gradients` of chunks whose sums, or raw input of a gate, have been left as they were.
 
-    Its arguments, which chunks are deep, results so far, and the results, in the places of those and of the sums.
+    Its arguments, which chunks are deep, results so far, and the results, in the places of those and of what was left.
     """
-    is_deep_ref = refs[12]
+    gated = 1 if form else 0
+    arguments, gates, (is_deep_ref,), _, results = _take(refs, 12 + gated, gated, 1, 3 + 2 * gated, 4 + 2 * gated)
     chunks = is_deep_ref.shape[0]
     is_any = _largest(is_deep_ref[chunk] for chunk in range(chunks)) > 0
-    _again(gradients, refs[:12], refs[16:], chunks, is_any, lambda chunk: is_deep_ref[chunk] > 0, **options)
+    is_deep = lambda chunk: is_deep_ref[chunk] > 0  # noqa: E731
+    _again(gradients, arguments, gates, results, chunks, is_any, is_deep, form=form, **options)

@@ -7,6 +7,7 @@ memory or registers. Decays within a tile are told from its first token, so no t
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,12 @@ from pallas_kernels.linear_attention import hopper_cores as cores
 from pallas_kernels.linear_attention import hopper_shared as shared
 from pallas_kernels.linear_attention import hopper_tiles as tiles
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK, DEEPEST, TILE_BITS
+from pallas_kernels.linear_attention.gates import Form
 from pallas_kernels.linear_attention.hopper_tiles import ANCHORS, HALF, WIDTH
 
 REGISTERS = launcher.registers(240, 240, 24)
 """Of a thread in either half, and of one that copies."""
+REGISTERS_WITH_GATE = launcher.registers(232, 232, 40)
 OUTPUT, SOLVED, WRITTEN = 0, 1, 2
 STATE_GRADIENT, STATE = 0, 1
 QUERY, KEY = 0, 1
@@ -64,9 +67,10 @@ class _Half:
         shared.store_turned(matrix, self.pairs.at[2 + self.warpgroup])
 
     def spilled_sums(self) -> jax.Array:
-        """The sums of decays, which from now on lie as threads hold them."""
+        """The sums of decays, which from now on lie as threads hold them; some rows of them are kept beside."""
         ref = self.sums.at[self.warpgroup]
         sums = shared.matrix(ref)
+        shared.keep_rows(sums, self.anchors.at[self.warpgroup])
         cores.wait_for_warps()
         shared.spill(sums, ref)
         return sums
@@ -86,12 +90,13 @@ class _Half:
 
         carried, leaving = products((state, self.values.at[WRITTEN]), state_gradient)
         # To the state that leaves.
+        sums = self.spilled_sums()
         end = shared.row(self.anchors.at[self.warpgroup, ANCHORS.index(63)])
         # Rows 0 to 3 sum what leaves over the tokens of each tile; row 4 is the kept state times its gradient.
         end_gradients = self.end.at[self.warpgroup]
         kept = jnp.where(self.bounds.at[0][CHUNK - 1] < 0, jnp.float32(1), jnp.float32(0)) * jnp.exp2(end)
         end_gradients[4] = kept * tiles.diagonal(carried)
-        to_end = jnp.exp2(self.anchor(63) - self.spilled_sums())
+        to_end = jnp.exp2(self.anchor(63) - sums)
         key_gradient = jnp.where(is_writing, to_end, 0) * leaving
         leaving = shared.wide(key) * key_gradient
         tiles.sum_tiles(leaving, end_gradients.at[pl.ds(0, 4)])
@@ -159,7 +164,7 @@ class _Half:
         (total,) = cores.accumulate(self.rescaled([total], (2, 0, 0, 0)), [apart(1)])
         return total, near
 
-    def of_pairs(self, gradients, finish_query, is_paired):
+    def of_pairs(self, gradients, finish_query, are_read):
         """What pairs of tokens add.
 
         A late token decays from the first of its tile (or document in it) on. An early one decays up to the first
@@ -212,7 +217,8 @@ class _Half:
         by_beta += jnp.sum(shared.wide(key) * by_late_key, axis=1)
         key_gradient += beta * by_late_key
         by_apart, by_near = self.over_early()
-        plgpu.barrier_arrive(is_paired)
+        for barrier in are_read:
+            plgpu.barrier_arrive(barrier)
         depth = shared.spilled(depths)
         key_gradient += early(start() - depth) * by_apart + growing(depth) * by_near
         sums_gradient -= staged(0) * by_apart + staged(1) * by_near
@@ -234,25 +240,38 @@ class _Half:
         return cores.product(*((mask, place) for place in places))
 
 
-def gradients(query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, is_deep):
+def gradients(
+    query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, is_deep,
+    *gated, form: Form | None = None,
+):  # fmt: skip
     """Gradients of query and key [B, S, H, K] bfloat16, of the decay [B, S, H, K] and, by keys, of beta [B, S, H].
 
     The gradient of the decay takes the place of the sums; not in chunks that are deep (`is_deep` [B, N, H] int32):
     their sums stay, and their other gradients are worthless.
+
+    With a `form` of gate `gated` are its input and `rows`, as in `hopper_prepare`. The gradient of the input takes its
+    place, in bfloat16, in chunks that are not deep, instead of that of the decay. Two more are of the gate's bias, of
+    each tile [B, N, H, 4, K], and, of each token [B, S, H], what `Form.finish_rate` takes.
     """
     batch, length, heads, _ = written.shape
     chunks, group = length // CHUNK, heads // query.shape[2]
     total = batch * chunks * heads
     workers = min(launcher.num_multiprocessors(), total)
     beta = jnp.moveaxis(beta, 1, 2)
+    registers = REGISTERS_WITH_GATE if form else REGISTERS
 
     def body(
-        query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, is_deep,
-        query_out, key_out, decay_out, beta_out,
-        *, values_smem, states_smem, keys_smem, sums_smem, anchors_smem, by_key_smem, scales_smem, vectors_smem,
+        query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, is_deep, *refs,
+        values_smem, states_smem, keys_smem, sums_smem, anchors_smem, by_key_smem, scales_smem, vectors_smem,
         bounds_smem, pairs_smem, itself_smem, end_smem, values_in, states_in, keys_in, values_out, states_out,
-        keys_out, is_paired,
+        keys_out, is_paired, gate_smem: Any = None, by_bias_smem: Any = None, by_rate_smem: Any = None,
+        staging_out: Any = None, raw_in: Any = None,
     ):  # fmt: skip
+        raw: Any = None
+        gate: Any = None
+        if form:
+            raw, gate, *refs = refs
+        query_out, key_out, decay_out, beta_out, *gate_out = refs
         warpgroup, worker = lax.axis_index("warpgroup"), lax.axis_index("worker")
         steps = pl.cdiv(total - worker, workers)
 
@@ -281,29 +300,40 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
                 source = query.at[row, tokens, head // group, channels]
                 plgpu.copy_gmem_to_smem(source, keys_smem.at[QUERY, half], values_in)
 
-        def load_states(step):
+        def load_state(step, kind):
             row, chunk, head = place(step)
+            source = state if kind == STATE else state_gradient
             for half, channels in halves:
-                for kind, source in enumerate((state_gradient, state)):
-                    target = states_smem.at[kind, half]
-                    plgpu.copy_gmem_to_smem(source.at[row, chunk, head, channels], target, states_in)
+                target = states_smem.at[kind, half]
+                plgpu.copy_gmem_to_smem(source.at[row, chunk, head, channels], target, states_in)
 
-        def load_key_and_sums(step):
+        def load_sums(step):
             row, chunk, head = place(step)
             tokens = pl.ds(chunk * CHUNK, CHUNK)
+            for half, channels in halves:
+                plgpu.copy_gmem_to_smem(sums.at[row, tokens, head, channels], sums_smem.at[half], keys_in)
 
-            @pl.when(step > 0)
-            def _():
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
+        def load_key(step):
+            row, chunk, head = place(step)
+            tokens = pl.ds(chunk * CHUNK, CHUNK)
             for half, channels in halves:
                 source = key.at[row, tokens, head // group, channels]
                 plgpu.copy_gmem_to_smem(source, keys_smem.at[KEY, half], keys_in)
-                plgpu.copy_gmem_to_smem(sums.at[row, tokens, head, channels], sums_smem.at[half], keys_in)
-                for number, anchor in enumerate(ANCHORS):
-                    source = sums.at[row, chunk * CHUNK + anchor, head, channels]
-                    plgpu.copy_gmem_to_smem(source, anchors_smem.at[half, number], keys_in)
             plgpu.copy_gmem_to_smem(beta.at[row, head, tokens], vectors_smem.at[0], keys_in)
+
+        # The gate's input, and its gradient, lie where pairs of tokens were staged last.
+        raw_smem = states_smem.at[STATE, 0]
+
+        def fetch_raw(step):
+            row, chunk, head = place(step)
+            tokens = raw.at[row, pl.ds(chunk * CHUNK, CHUNK), head]
+            shared.fetch(tokens, heads * WIDTH * raw.dtype.itemsize, WIDTH * raw.dtype.itemsize)
+
+        def load_raw(step):
+            row, chunk, head = place(step)
+            plgpu.copy_gmem_to_smem(raw.at[row, pl.ds(chunk * CHUNK, CHUNK), head], raw_smem, raw_in)
+            for half, channels in halves:
+                plgpu.copy_gmem_to_smem(gate.at[head, :, channels], gate_smem.at[half], raw_in)
 
         def store(step, source, target):
             row, chunk, head = place(step)
@@ -311,30 +341,62 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
             for half, channels in halves:
                 plgpu.copy_smem_to_gmem(source.at[half], target.at[row, tokens, head, channels])
 
-        def copy(step, _):
-            """Results of the chunk before are stored as soon as they lie where the next chunk's keys and sums will."""
+        def store_results(step, is_near):
+            row, chunk, head = place(step)
+            tokens = pl.ds(chunk * CHUNK, CHUNK)
 
-            @pl.when(step > 0)
+            @pl.when(is_near)
+            def _():
+                if form:
+                    plgpu.copy_smem_to_gmem(raw_smem, decay_out.at[row, tokens, head])
+                else:
+                    store(step, sums_smem, decay_out)
+
+            store(step, keys_smem.at[KEY], key_out)
+            for half, channels in halves:
+                plgpu.copy_smem_to_gmem(by_key_smem.at[half], beta_out.at[half, row, head, tokens])
+                if form:
+                    plgpu.copy_smem_to_gmem(by_bias_smem.at[half], gate_out[0].at[row, chunk, head, :, channels])
+                    plgpu.copy_smem_to_gmem(by_rate_smem.at[half], gate_out[1].at[half, row, head, tokens])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def copy(step, _):
+            """Results of the chunk before are stored as soon as they lie where the next chunk's numbers will."""
+            has_last, has_next = step > 0, step < steps
+
+            @pl.when(has_last)
             def _():
                 plgpu.barrier_wait(values_out)
                 store(step - 1, keys_smem.at[QUERY], query_out)
 
-            pl.when(step < steps)(lambda: load_values_and_query(step))
-            pl.when(step > 0)(lambda: plgpu.barrier_wait(states_out))
-            pl.when(step < steps)(lambda: load_states(step))
+            pl.when(has_next)(lambda: load_values_and_query(step))
+            if form:
+                pl.when(has_next)(lambda: fetch_raw(step))
 
-            @pl.when(step > 0)
+                @pl.when(has_last)
+                def _():
+                    plgpu.barrier_wait(staging_out)
+                    load_raw(step - 1)
+
+            pl.when(has_last)(lambda: plgpu.barrier_wait(states_out))
+
+            @pl.when(has_next)
+            def _():
+                load_state(step, STATE_GRADIENT)
+                load_sums(step) if form else load_state(step, STATE)
+
+            @pl.when(has_last)
             def _():
                 row, chunk, head = place(step - 1)
                 is_near = is_deep[row, chunk, head] == 0
                 plgpu.barrier_wait(keys_out)
-                pl.when(is_near)(lambda: store(step - 1, sums_smem, decay_out))
-                store(step - 1, keys_smem.at[KEY], key_out)
-                for half in range(2):
-                    target = beta_out.at[half, row, head, pl.ds(chunk * CHUNK, CHUNK)]
-                    plgpu.copy_smem_to_gmem(by_key_smem.at[half], target)
+                store_results(step - 1, is_near)
 
-            pl.when(step < steps)(lambda: load_key_and_sums(step))
+            @pl.when(has_next)
+            def _():
+                load_state(step, STATE) if form else load_sums(step)
+                load_key(step)
+
             return ()
 
         def compute(step, _):
@@ -355,39 +417,61 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(values_out)
 
-            key_gradient, sums_gradient, beta_gradient = half.of_pairs(results, finish_query, is_paired)
+            are_read = (staging_out, is_paired) if form else (is_paired,)
+            key_gradient, sums_gradient, beta_gradient = half.of_pairs(results, finish_query, are_read)
             plgpu.barrier_arrive(states_out)
             # The other half no longer reads the matrices of pairs.
             plgpu.barrier_wait(is_paired)
-            sums_smem[own] = half.decay_gradient(sums_gradient)
+            decay_gradient = half.decay_gradient(sums_gradient)
             # Tensor cores of other warps may still read what lies there.
             cores.wait_for_warps()
             keys_smem[KEY, own] = key_gradient.astype(jnp.bfloat16)
             by_key_smem[own] = beta_gradient
+            if form:
+                plgpu.barrier_wait(raw_in)
+                gated = raw_smem.at[:, pl.ds(pl.multiple_of(own * HALF, HALF), HALF)]
+                shift, rate = shared.row_across(gate_smem.at[own], 0), gate_smem[own, 1, 0]
+                of_gate = shared.wide(gated), shift, rate, tiles.GATE_FUNCTIONS
+                raw_gradient, by_rate = form.gradients(decay_gradient, *of_gate)
+                gated[...] = raw_gradient.astype(jnp.bfloat16)
+                by_rate_smem[own] = jnp.sum(by_rate, axis=1)
+                tiles.sum_tiles(raw_gradient, by_bias_smem.at[own])
+            else:
+                sums_smem[own] = decay_gradient
             plgpu.commit_smem()
             plgpu.barrier_arrive(keys_out)
             return ()
 
         @pl.when(warpgroup == 2)
         def _():
-            plgpu.set_max_registers(REGISTERS[2], action="decrease")
+            plgpu.set_max_registers(registers[2], action="decrease")
             lax.fori_loop(0, steps + 1, copy, ())
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup < 2)
         def _():
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(registers[0], action="increase")
             scales_smem[warpgroup, pl.ds(0, 2)] = jnp.ones((2, HALF), jnp.float32)
             lax.fori_loop(0, steps, compute, ())
 
-    wide = (batch, length, heads, WIDTH)
-    outputs = [jax.ShapeDtypeStruct(wide, jnp.bfloat16)] * 2
-    outputs += [jax.ShapeDtypeStruct(wide, jnp.float32), jax.ShapeDtypeStruct((2, batch, heads, length), jnp.float32)]
+    wide, of_halves = (batch, length, heads, WIDTH), (2, batch, heads, length)
+    outputs = [(wide, jnp.bfloat16)] * 2 + [(wide, jnp.bfloat16 if form else jnp.float32), (of_halves, jnp.float32)]
+    of_gate = {}
+    if form:
+        outputs += [((batch, chunks, heads, 4, WIDTH), jnp.float32), (of_halves, jnp.float32)]
+        of_gate = {
+            "gate_smem": plgpu.SMEM((2, 2, HALF), jnp.float32),
+            "by_bias_smem": plgpu.SMEM((2, 4, HALF), jnp.float32),
+            "by_rate_smem": plgpu.SMEM((2, CHUNK), jnp.float32),
+            "staging_out": plgpu.Barrier(num_arrivals=2),
+            "raw_in": plgpu.Barrier(num_arrivals=3),
+        }
+    arguments = query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, is_deep
     buffer = functools.partial(launcher.swizzled, dtype=jnp.bfloat16)
-    query_gradient, key_gradient, decay_gradient, beta_gradient = launcher.launch(
+    query_gradient, key_gradient, decay_gradient, *of_tokens = launcher.launch(
         body,
-        (query, key, sums, beta, first, last, state, state_gradient, written, solved, output_gradient, is_deep),
-        outputs,
+        (*arguments, *gated),
+        [jax.ShapeDtypeStruct(*output) for output in outputs],
         scratch={
             "values_smem": buffer((3, CHUNK, WIDTH)),
             "states_smem": buffer((2, 2, HALF, WIDTH)),
@@ -403,17 +487,17 @@ def gradients(query, key, sums, beta, first, last, state, state_gradient, writte
             "end_smem": plgpu.SMEM((2, 5, HALF), jnp.float32),
             "values_in": plgpu.Barrier(num_arrivals=7),
             "states_in": plgpu.Barrier(num_arrivals=4),
-            "keys_in": plgpu.Barrier(num_arrivals=2 * (2 + len(ANCHORS)) + 1),
-            "values_out": plgpu.Barrier(num_arrivals=2),
-            "states_out": plgpu.Barrier(num_arrivals=2),
-            "keys_out": plgpu.Barrier(num_arrivals=2),
-            "is_paired": plgpu.Barrier(num_arrivals=2),
+            "keys_in": plgpu.Barrier(num_arrivals=5),
+            **{name: plgpu.Barrier(num_arrivals=2) for name in ("values_out", "states_out", "keys_out", "is_paired")},
+            **of_gate,
         },
         name="key_gradients",
-        in_place={2: 2},  # of the sums, whose buffer is one of the largest
+        # Of the sums, whose buffer is one of the largest, or of what went into the gate.
+        in_place={len(arguments) if form else 2: 2},
         grid=(workers,),
         grid_names=("worker",),
         num_threads=3,
         thread_name="warpgroup",
     )
-    return query_gradient, key_gradient, decay_gradient, jnp.moveaxis(jnp.sum(beta_gradient, axis=0), 1, 2)
+    of_tokens[::2] = (jnp.moveaxis(jnp.sum(array, axis=0), 1, 2) for array in of_tokens[::2])
+    return query_gradient, key_gradient, decay_gradient, *of_tokens

@@ -27,7 +27,8 @@ from pallas_kernels import launcher
 from pallas_kernels.linear_attention import hopper_cores as cores
 from pallas_kernels.linear_attention import hopper_shared as shared
 from pallas_kernels.linear_attention import hopper_tiles as tiles
-from pallas_kernels.linear_attention.chunk_kernels import CHUNK, LOG2_E, TILE, TILE_BITS
+from pallas_kernels.linear_attention.chunk_kernels import CHUNK, TILE, TILE_BITS
+from pallas_kernels.linear_attention.gates import LOG2_E, Form
 from pallas_kernels.linear_attention.hopper_inverse import invert
 from pallas_kernels.linear_attention.hopper_tiles import ANCHORS, HALF, WIDTH
 
@@ -49,18 +50,15 @@ class _Half:
     def bound(self, number: int) -> jax.Array:
         return tiles.down(shared.row(self.bounds.at[number]))
 
-    def sum_decays(self, decay, slots):
+    def sum_decays(self, slots, stored):
         """Sums of the decays that a token's state passes: not that of the first of its document.
 
         Of decays as told by two numbers in bfloat16: all sums round one alike, so that it leaves their differences.
+        `stored` gets as many of the first columns as it has.
         """
-        parts = tiles.parts(shared.matrix(decay) * LOG2_E, 2)
-        for slot, part in zip(slots, parts, strict=True):
-            slot[...] = part
-        plgpu.commit_smem()
         mask = tiles.keep_between(self.bound(0) + 1, tiles.iota(0) + 1, tiles.filled(1))
         sums = cores.product(*((mask, slot) for slot in slots))
-        decay[...] = sums
+        stored[...] = tiles.columns(sums, 0, stored.shape[1])
         shared.keep_rows(sums, self.table)
         plgpu.commit_smem()
         return sums
@@ -73,10 +71,12 @@ class _Half:
         return jnp.exp2(self.of_tiles(*after) - self.of_tiles(*before))
 
 
-def prepare(query, key, value, log_decay, beta, first, last):
+def prepare(query, key, value, log_decay, beta, first, last, *gated, form: Form | None = None):
     """(products, inverse, sums, parts) as `prepare` of `pallas_triton` has them, and depths in the tile [2, B, H, S].
 
     The latter of each token, the largest of each half of the channels; None with one decay a head.
+
+    With a `form` of gate `log_decay` is its input [B, S, H, K] in bfloat16, and `gated` its `rows` [H, 2, K].
     """
     batch, length, heads, _ = value.shape
     chunks, group = length // CHUNK, heads // query.shape[2]
@@ -89,13 +89,21 @@ def prepare(query, key, value, log_decay, beta, first, last):
     log_decay = jnp.moveaxis(log_decay, 1, 2) if is_scalar else log_decay
 
     def body(
-        query, key, value, decay, beta, first, last,
-        products_out, inverse_out, sums_out, from_state_out, writing_out, reading_out, from_value_out, kept_out,
-        *depth_out, decay_smem, keys_smem, values_smem, products_smem, leaving_smem, solving_smem, inverse_smem,
+        query, key, value, decay, beta, first, last, *refs,
+        keys_smem, values_smem, products_smem, leaving_smem, solving_smem, inverse_smem,
         lower_smem, parts_smem, anchors_smem, itself_smem, bounds_smem, beta_smem, solving_beta_smem,
         decay_in, decay_out, keys_in, keys_out, values_in, values_out, is_staged, is_multiplied,
-        lower_in, lower_out, solving_in, solving_out, early_smem: Any = None,
+        lower_in, lower_out, solving_in, solving_out,
+        decay_smem: Any = None, raw_smem: Any = None, gate_smem: Any = None, sums_smem: Any = None,
+        early_smem: Any = None,
     ):  # fmt: skip
+        gate: Any = None
+        if form:
+            gate, *refs = refs
+        (
+            products_out, inverse_out, sums_out, from_state_out, writing_out, reading_out, from_value_out, kept_out,
+            *depth_out,
+        ) = refs  # fmt: skip
         warpgroup, worker = lax.axis_index("warpgroup"), lax.axis_index("worker")
         steps = pl.cdiv(total - worker, workers)
 
@@ -125,20 +133,31 @@ def prepare(query, key, value, log_decay, beta, first, last):
 
             lax.fori_loop(jnp.maximum(steps - slots, 0), steps, wait, ())
 
-        def load(step, _):
-            row, _, head, tokens = place(step)
+        halves = [pl.ds(half * HALF, HALF) for half in range(2)]
+
+        def load_decays(step):
+            # With a gate there is one more step, whose decays are told behind the last chunk for nothing.
+            row, _, head, tokens = place(jnp.minimum(step, steps - 1) if form else step)
             slot = slot_of(step)
-            halves = [pl.ds(half * HALF, HALF) for half in range(2)]
             filled = decay_in.at[slot]
             wait_emptied(step, decay_out)
             if is_scalar:
                 plgpu.copy_gmem_to_smem(decay.at[row, head, tokens], decay_smem.at[slot, 0], filled)
             else:
                 for half, channels in enumerate(halves):
-                    plgpu.copy_gmem_to_smem(decay.at[row, tokens, head, channels], decay_smem.at[slot, half], filled)
+                    target = raw_smem.at[half] if form else decay_smem.at[slot, half]
+                    plgpu.copy_gmem_to_smem(decay.at[row, tokens, head, channels], target, filled)
+                    if form:
+                        plgpu.copy_gmem_to_smem(gate.at[head, :, channels], gate_smem.at[half], filled)
             for number, source in enumerate((first, last)):
                 plgpu.copy_gmem_to_smem(source.at[row, tokens], bounds_smem.at[lax.rem(step, 2), number], filled)
             plgpu.copy_gmem_to_smem(beta.at[row, head, tokens], beta_smem.at[lax.rem(step, 2)], filled)
+
+        def load(step, _):
+            row, _, head, tokens = place(step)
+            slot = slot_of(step)
+            if not form:
+                load_decays(step)
             wait_emptied(step, keys_out)
             for half, channels in enumerate(halves):
                 for number, source in enumerate((query, key)):
@@ -147,6 +166,8 @@ def prepare(query, key, value, log_decay, beta, first, last):
 
             # Behind the next chunk's keys: the chunk before the last may still be solved.
             pl.when(step > 0)(lambda: load_values(step - 1))
+            if form:
+                load_decays(step + 1)
             return ()
 
         def load_values(step):
@@ -176,16 +197,45 @@ def prepare(query, key, value, log_decay, beta, first, last):
             """Where early tokens with a partner so many tiles later lie."""
             return early_smem.at[side, pl.ds(STARTS[number], APART[number])]
 
+        def slots_of_decays(own):
+            """Of numbers in bfloat16. A gate's input, and what tokens read from the state, lie there at other times."""
+            if form:
+                return raw_smem.at[own], leaving_smem.at[0, own]
+            return [early_smem.at[own, pl.ds(start, CHUNK)] for start in (0, CHUNK)]
+
+        def tell_decays(own):
+            """To base 2, by two numbers; those of a gate a chunk ahead, while tensor cores are busy."""
+            plgpu.barrier_wait(decay_in.at[0])
+            if form:
+                gate = gate_smem.at[own]
+                of_gate = shared.row_across(gate, 0), gate[1, 0], tiles.GATE_FUNCTIONS
+                decays = form.log2_decay(shared.wide(raw_smem.at[own]), *of_gate)
+                # What tokens read from the state has been stored.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            else:
+                decays = shared.matrix(decay_smem.at[0, own]) * LOG2_E
+            for slot, part in zip(slots_of_decays(own), tiles.parts(decays, 2), strict=True):
+                slot[...] = part
+
         def pair(step, _):
             row, chunk, head, tokens = place(step)
-            plgpu.barrier_wait(decay_in.at[0])
             bounds, beta = bounds_smem.at[lax.rem(step, 2)], beta_smem.at[lax.rem(step, 2)]
             own = tiles.unknown(warpgroup, step)
             channels = pl.ds(own * HALF, HALF)
             half = _Half(own, bounds, anchors_smem.at[own])
-            parts = [early_smem.at[own, pl.ds(start, CHUNK)] for start in (0, CHUNK)]
-            sums = half.sum_decays(decay_smem.at[0, own], parts)
-            plgpu.copy_smem_to_gmem(decay_smem.at[0, own], sums_out.at[row, tokens, head, channels])
+            if not form:
+                tell_decays(own)
+                plgpu.commit_smem()
+            stored = sums_smem.at[own] if form else decay_smem.at[0, own]
+
+            def store_sums(start):
+                columns = pl.ds(own * HALF + start, stored.shape[1])
+                plgpu.copy_smem_to_gmem(stored, sums_out.at[row, tokens, head, columns])
+
+            sums = half.sum_decays(slots_of_decays(own), stored)
+            if form:
+                plgpu.barrier_arrive(decay_out.at[0])
+            store_sums(0)
             is_first = half.bound(0) >= (tiles.iota(0) >> TILE_BITS << TILE_BITS)
             # The sum before a document's first token is zero. A multiplication and an addition are one instruction.
             before = half.of_tiles(0, 1, 2, 3), jnp.where(is_first, jnp.float32(0), jnp.float32(1))
@@ -201,7 +251,10 @@ def prepare(query, key, value, log_decay, beta, first, last):
             keys_smem[0, QUERY, own] = late_query.astype(jnp.bfloat16)
             is_seen = half.bound(0) < 0
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(decay_out.at[0])
+            if form:
+                stored[...] = tiles.columns(sums, HALF // 2, HALF // 2)
+            else:
+                plgpu.barrier_arrive(decay_out.at[0])
             reading = (late_query * jnp.exp2(half.of_tiles(0, 1, 2, 3))).astype(jnp.bfloat16)
             leaving_smem[0, own] = tiles.keep_where(is_seen, reading)
 
@@ -214,6 +267,8 @@ def prepare(query, key, value, log_decay, beta, first, last):
                 shared.store_first_rows(further.astype(jnp.bfloat16), early_of(own, number))
             plgpu.commit_smem()
             plgpu.barrier_arrive(is_staged)
+            if form:
+                store_sums(HALF // 2)
             plgpu.copy_smem_to_gmem(leaving_smem.at[0, own], reading_out.at[row, tokens, head, channels])
 
             plgpu.barrier_wait(is_staged)
@@ -225,9 +280,12 @@ def prepare(query, key, value, log_decay, beta, first, last):
             plgpu.barrier_arrive(solving_in.at[0])
             writing = (early * half.between((4, 4, 4, 4), (1, 2, 3, 4))).astype(jnp.bfloat16)
             writing = tiles.keep_where(half.bound(1) == CHUNK - 1, writing)
+            if form:
+                tell_decays(own)
             (matrix,) = cores.finish(under_way)
             matrix = tiles.by_tiles_apart(matrix, STARTS)
-            plgpu.barrier_arrive(is_multiplied)
+            if not form:
+                plgpu.barrier_arrive(is_multiplied)
             plgpu.barrier_arrive(keys_out.at[0])
             leaving_smem[1, own] = writing
 
@@ -241,8 +299,9 @@ def prepare(query, key, value, log_decay, beta, first, last):
                 give_lower(step, matrix * tiles.down(shared.row(beta)), half.bound(0))
 
             plgpu.copy_smem_to_gmem(leaving_smem.at[1, own], writing_out.at[row, tokens, head, channels])
-            # The next chunk's decays are told where early tokens lie.
-            plgpu.barrier_wait(is_multiplied)
+            if not form:
+                # The next chunk's decays are told where early tokens lie.
+                plgpu.barrier_wait(is_multiplied)
             is_kept = jnp.where(bounds_smem[lax.rem(step, 2), 0, CHUNK - 1] < 0, jnp.float32(1), jnp.float32(0))
             end = shared.row(anchors_smem.at[own, ANCHORS.index(63)])
             kept_out[row, chunk, head, channels] = is_kept * jnp.exp2(end)
@@ -347,6 +406,9 @@ def prepare(query, key, value, log_decay, beta, first, last):
         @pl.when(warpgroup < 2)
         def _():
             plgpu.set_max_registers(REGISTERS[0], action="increase")
+            if form:
+                tell_decays(warpgroup)
+                plgpu.commit_smem()
             lax.fori_loop(0, steps, pair_scalar if is_scalar else pair, ())
             wait_last(solving_out)
             plgpu.wait_smem_to_gmem(0)
@@ -364,9 +426,12 @@ def prepare(query, key, value, log_decay, beta, first, last):
         @pl.when(warpgroup == 3)
         def _():
             plgpu.set_max_registers(REGISTERS[3], action="decrease")
+            if form:
+                load_decays(0)
             lax.fori_loop(0, steps, load, ())
             load_values(steps - 1)
-            wait_last(decay_out)
+            if not form:
+                wait_last(decay_out)
             wait_last(keys_out)
             wait_last(values_out)
 
@@ -376,15 +441,24 @@ def prepare(query, key, value, log_decay, beta, first, last):
     shapes = [(square, narrow), (square, narrow), (of_heads, wide), *[(tokens, narrow)] * 4]
     shapes += [((batch, chunks, heads, width), wide)]
     shapes += [] if is_scalar else [((2, batch, heads, length), wide)]
+    if is_scalar:
+        of_decays = {"decay_smem": plgpu.SMEM((slots, 1, CHUNK), wide)}
+    elif form:
+        of_decays = {
+            "raw_smem": launcher.swizzled((2, CHUNK, HALF), narrow),
+            "gate_smem": plgpu.SMEM((2, 2, HALF), wide),
+            # Of half of the columns, stored one half after the other: there is no memory for more.
+            "sums_smem": launcher.swizzled((2, CHUNK, HALF // 2), wide),
+        }
+    else:
+        of_decays = {"decay_smem": launcher.swizzled((slots, 2, CHUNK, HALF), wide)}
     buffer = functools.partial(launcher.swizzled, dtype=narrow)
     products, inverse, sums, *parts = launcher.launch(
         body,
-        (query, key, value, log_decay, beta, first, last),
+        (query, key, value, log_decay, beta, first, last, *gated),
         [jax.ShapeDtypeStruct(*shape) for shape in shapes],
         scratch={
-            "decay_smem": plgpu.SMEM((slots, 1, CHUNK), wide)
-            if is_scalar
-            else launcher.swizzled((slots, 2, CHUNK, HALF), wide),
+            **of_decays,
             "keys_smem": buffer((slots, 2, 2, CHUNK, HALF)),
             "values_smem": buffer((slots, 2, CHUNK, HALF)),
             **({} if is_scalar else {"early_smem": buffer((2, sum(APART), HALF))}),
@@ -399,7 +473,7 @@ def prepare(query, key, value, log_decay, beta, first, last):
             "bounds_smem": plgpu.SMEM((2, 2, CHUNK), jnp.int32),
             "beta_smem": plgpu.SMEM((2, CHUNK), wide),
             "solving_beta_smem": plgpu.SMEM((slots, 1, CHUNK), wide),
-            "decay_in": plgpu.Barrier(num_arrivals=4 if is_scalar else 5, num_barriers=slots),
+            "decay_in": plgpu.Barrier(num_arrivals=4 if is_scalar else 7 if form else 5, num_barriers=slots),
             "keys_in": plgpu.Barrier(num_arrivals=4, num_barriers=slots),
             "values_in": plgpu.Barrier(num_arrivals=3, num_barriers=slots),
             **{name: plgpu.Barrier(num_arrivals=2, num_barriers=slots) for name in ("decay_out", "keys_out")},

@@ -14,6 +14,18 @@ from pallas_kernels.linear_attention.chunk_kernels import CHUNK, TILE
 from pallas_kernels.linear_attention.hopper_tiles import HALF, WARPGROUP
 
 
+def fetch(ref: Any, pitch: int, count: int) -> None:
+    """Ask the second-level cache for `count` bytes of each of 64 rows in device memory, every `pitch` bytes one."""
+    if launcher.is_simulated():
+        return
+    instructions = (
+        "{ .reg .pred other; .reg .u32 thread; .reg .u64 place, offset; "
+        f"{launcher.THREAD_OF_WARPGROUP} setp.ge.u32 other, thread, {CHUNK}; mul.wide.u32 offset, thread, {pitch}; "
+        f"add.u64 place, $0, offset; @!other cp.async.bulk.prefetch.L2.global [place], {count}; }}"
+    )
+    launcher.run_ptx(instructions, "l", [(ref, ())])
+
+
 def matrix(ref: Any) -> jax.Array:
     return launcher.load(ref, plgpu.Layout.WGMMA)
 

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launcher
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK, TILE, TILE_BITS
+from pallas_kernels.linear_attention.gates import Functions
 
 HALF = 64
 """Columns: key channels of one warpgroup."""
@@ -273,6 +274,47 @@ def by_tiles_apart(matrix: jax.Array, starts: Sequence[int]) -> jax.Array:
         return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
 
     return choose(matrix)  # pyright: ignore[reportCallIssue]
+
+
+def columns(matrix: jax.Array, start: int, count: int) -> jax.Array:
+    """Some columns, whole pieces of 8, of a matrix in float32."""
+    if launcher.is_simulated():
+        return matrix[:, start : start + count]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result_type(count))
+    def take(_, array):
+        from jax.experimental.mosaic.gpu import fragmented_array
+
+        registers = array.registers[:, start // 8 : (start + count) // 8]
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+    return take(matrix)  # pyright: ignore[reportCallIssue]
+
+
+def approximate(instruction: str, matrix: jax.Array) -> jax.Array:
+    """`rcp` or `lg2` of a matrix in float32 by one instruction, which takes numbers that are not normal for zero."""
+    if launcher.is_simulated():
+        return 1 / matrix if instruction == "rcp" else jnp.log2(matrix)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result_type(matrix.shape[1]))
+    def compute(_, array):
+        from jax.experimental.mosaic.gpu import fragmented_array
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm, vector
+
+        single, registers = ir.F32Type.get(), array.registers.copy()
+        for place in np.ndindex(registers.shape):
+            values = [vector.extract(registers[place], [], [element]) for element in range(2)]
+            values = [
+                llvm.inline_asm(single, [value], f"{instruction}.approx.ftz.f32 $0, $1;", "=f,f") for value in values
+            ]
+            registers[place] = vector.from_elements(ir.VectorType.get((2,), single), values)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+    return compute(matrix)  # pyright: ignore[reportCallIssue]
+
+
+GATE_FUNCTIONS = Functions(log2=functools.partial(approximate, "lg2"), reciprocal=functools.partial(approximate, "rcp"))
 
 
 def rounded(array: jax.Array) -> jax.Array:

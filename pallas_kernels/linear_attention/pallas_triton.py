@@ -31,6 +31,7 @@ from pallas_kernels.linear_attention import (
 )
 from pallas_kernels.linear_attention.chunk_kernels import CHUNK
 from pallas_kernels.linear_attention.documents import document_starts, per_value_head, starting_state
+from pallas_kernels.linear_attention.gates import DecayGate, Form
 
 WIDTHS = (64, 128)
 MOST_PIECES = 16
@@ -79,40 +80,57 @@ def delta_rule(
     query: Float[Array, "B S G K"],
     key: Float[Array, "B S G K"],
     value: Float[Array, "B S H V"],
-    log_decay: Float[Array, "B S H K"] | Float[Array, "B S H"],
+    decay: Float[Array, "B S H K"] | Float[Array, "B S H"],
     beta: Float[Array, "B S H"],
     segment_ids: Int[Array, "B S"],
     *,
+    gate: DecayGate | None = None,
     initial_state: Float[Array, "B H K V"] | None = None,
     settings: Settings = Settings(),  # noqa: B008  (immutable)
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H K V"]]:
     """See `api.delta_rule`: query, key and value in bfloat16, the rest computed in float32.
 
+    The kernels compute a gate of one decay a channel from its input in bfloat16; another stands in front of them, which
+    is logged once.
+
     Rows of more than `MOST_BLOCKS` chunks are taken in pieces, one after the other.
 
-    Keeps its arguments for the backward pass, sums of the decays in their place, two matrices [64, 64] a chunk and what
-    its tokens read and write: four arrays like `value`. They are gone when the backward pass needs most memory.
+    Keeps its arguments for the backward pass, sums of the decays in the place of those that are given, two matrices
+    [64, 64] a chunk and what its tokens read and write: four arrays like `value`. They are gone when the backward pass
+    needs most memory.
     """
+    if gate is not None and (reason := _reason_against_gate(decay)):
+        launcher.log_once(f"delta_rule: the decay gate is computed in front of the kernels ({reason})")
+        decay, gate = gate(decay), None
     length, heads = value.shape[1:3]
-    state = starting_state(initial_state, per_value_head(query, heads), value, key, log_decay, beta).astype(jnp.float32)
+    state = starting_state(initial_state, per_value_head(query, heads), value, key, decay, beta).astype(jnp.float32)
     # The tail neither decays, writes nor starts a document.
     tail = ((0, 0), (0, -length % CHUNK))
 
-    def filled(array: jax.Array) -> jax.Array:
-        return jnp.pad(array, (*tail, *((0, 0) for _ in array.shape[2:])))
+    def filled(array: jax.Array, number: float = 0) -> jax.Array:
+        return jnp.pad(array, (*tail, *((0, 0) for _ in array.shape[2:])), constant_values=number)
 
-    wide = log_decay.astype(jnp.float32), beta.astype(jnp.float32)
-    tokens = [filled(array) for array in (query, key, value, *wide, document_starts(segment_ids))]
-    *arrays, starts, state = launcher.vary_together(*tokens, state)
-    tokens = [*arrays, *_document_bounds(starts)]
+    decay = filled(decay.astype(jnp.float32)) if gate is None else filled(decay, float(jnp.finfo(decay.dtype).min))
+    tokens = [filled(query), filled(key), filled(value), decay, filled(beta.astype(jnp.float32))]
+    of_gate = () if gate is None else (gate.log_rate.astype(jnp.float32), gate.bias.astype(jnp.float32))
+    starts = filled(document_starts(segment_ids))
+    query, key, value, decay, beta, starts, state, *of_gate = launcher.vary_together(*tokens, starts, state, *of_gate)
+    tokens = [query, key, value, decay, beta, *_document_bounds(starts)]
     outputs = []
     most = MOST_BLOCKS * CHUNK
-    cuts = list(range(most, arrays[0].shape[1], most))
+    cuts = list(range(most, query.shape[1], most))
     for piece in zip(*(jnp.split(array, cuts, axis=1) for array in tokens), strict=True):
-        results: Any = _delta_rule(settings, *piece, state)
+        results: Any = _delta_rule(settings, gate and gate.form, *piece, state, tuple(of_gate))
         outputs.append(results[0])
         state = results[1]
     return jnp.concatenate(outputs, axis=1)[:, :length], state
+
+
+def _reason_against_gate(raw: jax.Array) -> str | None:
+    """Why the kernels do not compute a gate of this input; None if they do."""
+    if raw.ndim == 3:
+        return "one decay a head is too little work to matter"
+    return None if raw.dtype == jnp.bfloat16 else f"its input is {raw.dtype}, not bfloat16"
 
 
 def _document_bounds(starts: Bool[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
@@ -125,41 +143,51 @@ def _document_bounds(starts: Bool[Array, "B S"]) -> tuple[Int[Array, "B S"], Int
     return first.reshape(starts.shape[0], -1), last.reshape(starts.shape[0], -1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _delta_rule(
-    settings: Settings, query, key, value, log_decay, beta, first, last, state
+    settings: Settings, form: Form | None, query, key, value, decay, beta, first, last, state, of_gate
 ) -> tuple[jax.Array, jax.Array]:
-    return _forward(settings, query, key, value, log_decay, beta, first, last, state)[0]
+    return _forward(settings, form, query, key, value, decay, beta, first, last, state, of_gate)[0]
 
 
-def _forward(settings, query, key, value, log_decay, beta, first, last, state):
-    call = _Calls(settings, query, value, log_decay)
-    products, inverse, sums, depths, parts = call.prepare(query, key, value, log_decay, beta, first, last)
+def _forward(settings, form, query, key, value, decay, beta, first, last, state, of_gate):
+    call = _Calls(settings, query, value, decay, form)
+    gated = (form.rows(*of_gate),) if form else ()
+    products, inverse, sums, depths, parts = call.prepare(query, key, value, decay, beta, first, last, *gated)
     transition, entering = call.split(parts, state)
     results = call.scan(parts, products, entering)
     if call.is_exact:  # what is written is made again, to more digits
         parts = parts._replace(from_value=None)
     saved = query, key, value, beta, first, last, transition, entering, products, inverse, sums, depths, parts
-    return results, saved
+    return results, (saved, (decay, *of_gate) if form else ())
 
 
-def _backward(settings, saved, gradients):
-    query, key, value, beta, first, last, transition, entering, products, inverse, sums, depths, parts = saved
+def _backward(settings, form, saved, gradients):
+    (query, key, value, beta, first, last, transition, entering, products, inverse, sums, depths, parts), gated = saved
     output_gradient, state_gradient = gradients
-    call = _Calls(settings, query, value, sums)
+    call = _Calls(settings, query, value, sums, form)
     leaving = call.split_back(parts, products, output_gradient, transition, state_gradient)
     arguments = parts, products, inverse, value, beta, output_gradient, entering, leaving
     (state_gradients, solved, initial_gradient, *of_value), (states, written, *low) = call.scan_both_ways(*arguments)
     tokens = query, key, sums, depths, beta, first, last
     of_chunks = states, state_gradients, written, solved, output_gradient, *low
-    query_gradient, key_gradient, decay_gradient, by_key = call.gradients(*tokens, *of_chunks)
+    if form:
+        raw, log_rate, bias = gated
+        gated = raw, form.rows(log_rate, bias)
+    query_gradient, key_gradient, decay_gradient, by_key, *by_gate = call.gradients(*tokens, *of_chunks, gated=gated)
+    of_gate = ()
+    if form:
+        by_bias, by_rate = by_gate
+        by_rate = form.finish_rate(jnp.sum(by_rate, axis=(0, 1)), log_rate)
+        of_gate = by_rate, jnp.sum(by_bias, axis=(0, 1, 3))
     if call.is_exact:
         value_gradient, by_value = of_value
         beta_gradient = by_key + by_value
     else:
         value_gradient, beta_gradient = call.value_gradients(value, beta, solved, by_key)
     query_gradient, key_gradient = (_sum_groups(array, query) for array in (query_gradient, key_gradient))
-    return query_gradient, key_gradient, value_gradient, decay_gradient, beta_gradient, None, None, initial_gradient
+    of_tokens = query_gradient, key_gradient, value_gradient, decay_gradient, beta_gradient
+    return *of_tokens, None, None, initial_gradient, of_gate
 
 
 _delta_rule.defvjp(_forward, _backward)
@@ -173,10 +201,9 @@ def _sum_groups(gradient: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.sum(grouped, axis=3, dtype=jnp.float32).astype(like.dtype)
 
 
-_prepare_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_prepare.prepare(*arrays))
-_gradients_on_hopper = launcher.traced_once(
-    lambda is_scalar, *arrays: (hopper_scalar if is_scalar else hopper).gradients(*arrays)
-)
+_prepare_on_hopper = launcher.traced_once(lambda form, *arrays: hopper_prepare.prepare(*arrays, form=form))
+_gradients_on_hopper = launcher.traced_once(lambda form, *arrays: hopper.gradients(*arrays, form=form))
+_scalar_gradients_on_hopper = launcher.traced_once(lambda _, *arrays: hopper_scalar.gradients(*arrays))
 _scan_on_hopper = launcher.traced_once(
     lambda _, *arrays: hopper_carry.launch("scan_chunks", hopper_scan.scan(*arrays))[0]
 )
@@ -212,12 +239,14 @@ def _matrix_product(one: jax.Array, other: jax.Array) -> jax.Array:
 class _Calls:
     """The kernels' launches for arrays of given shapes."""
 
-    def __init__(self, settings: Settings, query: jax.Array, value: jax.Array, log_decay: jax.Array):
-        self.settings, self.dtype = settings, value.dtype
+    def __init__(
+        self, settings: Settings, query: jax.Array, value: jax.Array, decay: jax.Array, form: Form | None = None
+    ):
+        self.settings, self.dtype, self.form = settings, value.dtype, form
         self.batch, self.length, self.heads, self.value_width = value.shape
         self.key_width, self.group = query.shape[3], self.heads // query.shape[2]
         self.chunks = self.length // CHUNK
-        self.decay_width = log_decay.shape[3:]
+        self.decay_width = decay.shape[3:]
         self.is_on_hopper = not (settings.interpret or hopper.reason_against(self.key_width, self.value_width))
         self.is_exact = self.is_on_hopper and not self.decay_width
         self.pieces = settings.pieces or self.most_pieces()
@@ -290,14 +319,18 @@ class _Calls:
         kept_shape = self.of_chunks(*self.decay_width, dtype=jnp.float32)
         return [keys, keys, keys, token(values), kept], [*shapes, kept_shape]
 
-    def prepare(self, query, key, value, log_decay, beta, first, last):
+    def gate_rows(self) -> list[pl.BlockSpec]:
+        """Of `Form.rows`, if there is a gate."""
+        return [pl.BlockSpec((None, 2, self.key_width), lambda h, n, b: (h, 0, 0))] if self.form else []
+
+    def prepare(self, query, key, value, decay, beta, first, last, *gated):
         """P, (I + L)^-1, G, `_Depths` and the parts."""
         token, chunk, keys, bounds = self.chunk_specs(self.looked_at)
-        decay, square = token(*self.decay_width), chunk(CHUNK, CHUNK)
+        decays, square = token(*self.decay_width), chunk(CHUNK, CHUNK)
         parts_specs, parts_shapes = self.parts_shapes(self.looked_at)
-        tokens = query, key, value, log_decay, beta, first, last
-        token_specs = [keys, keys, token(self.value_width), decay, token(), bounds, bounds]
-        specs = [square, square, decay, token(), *parts_specs]
+        arguments = query, key, value, decay, beta, first, last, *gated
+        argument_specs = [keys, keys, token(self.value_width), decays, token(), bounds, bounds, *self.gate_rows()]
+        specs = [square, square, decays, token(), *parts_specs]
         shapes = [
             self.of_chunks(CHUNK, CHUNK),
             self.of_chunks(CHUNK, CHUNK),
@@ -312,11 +345,12 @@ class _Calls:
             out_shape=shapes,
             warps=self.settings.prepare_warps,
             block=self.settings.prepare_columns,
+            form=self.form,
         )
         if not self.is_on_hopper:
-            products, inverse, sums, depth, *parts = call(chunk_kernels.prepare, in_specs=token_specs)(*tokens)
+            products, inverse, sums, depth, *parts = call(chunk_kernels.prepare, in_specs=argument_specs)(*arguments)
             return products, inverse, sums, _Depths(depth), _Parts(*parts)
-        *prepared, parts, halves = _prepare_on_hopper(None, *tokens)
+        *prepared, parts, halves = _prepare_on_hopper(self.form, *arguments)
         if self.looked_at is None:
             return *prepared, _Depths(), _Parts(*parts)
         prepared += parts
@@ -324,12 +358,12 @@ class _Calls:
         places = [place for place in range(len(specs)) if place != DEPTH]
         again = call(
             chunk_kernels.prepare_again,
-            in_specs=[*token_specs, of_halves, *(specs[place] for place in places)],
+            in_specs=[*argument_specs, of_halves, *(specs[place] for place in places)],
             out_specs=[*specs, chunk()],
             out_shape=[*shapes, self.of_chunks(dtype=jnp.int32)],
-            aliases={len(tokens) + 1 + number: place for number, place in enumerate(places)},
+            aliases={len(arguments) + 1 + number: place for number, place in enumerate(places)},
         )
-        products, inverse, sums, depth, *parts, is_deep = again(*tokens, halves, *prepared)
+        products, inverse, sums, depth, *parts, is_deep = again(*arguments, halves, *prepared)
         return products, inverse, sums, _Depths(depth, is_deep), _Parts(*parts)
 
     def cut(self, array: jax.Array) -> jax.Array:
@@ -476,9 +510,13 @@ class _Calls:
         return self.whole_back(*back), map(self.whole, forward)
 
     def gradients(
-        self, query, key, sums, depths, beta, first, last, states, state_gradients, written, solved, *of_values
-    ):
-        """Of query, key and decay, and of beta by the keys."""
+        self, query, key, sums, depths, beta, first, last, states, state_gradients, written, solved, *of_values,
+        gated=(),
+    ):  # fmt: skip
+        """Of query, key and decay, and of beta by the keys; of a gate as `chunk_kernels.gradients` gives them.
+
+        `gated` are its raw input and its `rows`.
+        """
         of_chunks = states, state_gradients, written, solved, *of_values
         token, chunk, keys, bounds = self.chunk_specs(self.looked_at)
         width, values = self.key_width, token(self.value_width)
@@ -486,30 +524,38 @@ class _Calls:
         specs = [keys, keys, decay, token(), token(), bounds, bounds, state, state, values, values, values]
         result_specs = [token(width), token(width), decay, token()]
         narrow, wide = self.tokens(width), self.tokens(dtype=jnp.float32)
+        results = [narrow, narrow, self.tokens(*self.decay_width, dtype=jnp.float32), wide]
+        place = 2  # of an argument that the gradient of the decay takes
+        if gated:
+            place = len(specs)
+            specs += [decay, *self.gate_rows()]
+            result_specs += [chunk(chunk_kernels.TILES, width), token()]
+            results[2] = narrow
+            results += [self.of_chunks(chunk_kernels.TILES, width, dtype=jnp.float32), wide]
         call = functools.partial(
             self.call,
             grid=(self.heads, self.chunks // (self.looked_at or 1), self.batch),
             out_specs=result_specs,
-            out_shape=[narrow, narrow, self.tokens(*self.decay_width, dtype=jnp.float32), wide],
+            out_shape=results,
             warps=self.settings.gradient_warps,
             block=self.settings.gradient_columns,
+            form=self.form,
         )
         if not self.is_on_hopper:
-            arguments = query, key, sums, depths.of_tokens, beta, first, last, *of_chunks
-            results = call(chunk_kernels.gradients, in_specs=specs, aliases={2: 2})(*arguments)
-        elif not self.decay_width:
-            results = _gradients_on_hopper(True, query, key, sums, beta, first, last, *of_chunks)
-        else:
-            of_hopper = query, key, sums, beta, first, last, *of_chunks, depths.is_deep
-            query_gradient, key_gradient, sums, by_key = _gradients_on_hopper(False, *of_hopper)
-            again = call(
-                chunk_kernels.gradients_again,
-                in_specs=[*specs, chunk(), *result_specs[:2], token()],
-                aliases={2: 2, 13: 0, 14: 1, 15: 3},
-            )
-            arguments = query, key, sums, depths.of_tokens, beta, first, last, *of_chunks
-            results = again(*arguments, depths.is_deep, query_gradient, key_gradient, by_key)
-        return results
+            arguments = query, key, sums, depths.of_tokens, beta, first, last, *of_chunks, *gated
+            return call(chunk_kernels.gradients, in_specs=specs, aliases={place: 2})(*arguments)
+        if not self.decay_width:
+            return _scalar_gradients_on_hopper(None, query, key, sums, beta, first, last, *of_chunks)
+        of_hopper = query, key, sums, beta, first, last, *of_chunks, depths.is_deep, *gated
+        query_gradient, key_gradient, decay_gradient, *others = _gradients_on_hopper(self.form, *of_hopper)
+        tokens = query, key, sums, depths.of_tokens, beta, first, last
+        arguments = [*tokens, *of_chunks, *gated]
+        arguments[place] = decay_gradient
+        found = {0: query_gradient, 1: key_gradient, **dict(enumerate(others, 3))}
+        aliases = {place: 2, **{len(arguments) + 1 + number: result for number, result in enumerate(found)}}
+        in_specs = [*specs, chunk(), *(result_specs[result] for result in found)]
+        again = call(chunk_kernels.gradients_again, in_specs=in_specs, aliases=aliases)
+        return again(*arguments, depths.is_deep, *found.values())
 
     def value_gradients(self, value, beta, solved, by_key):
         """Of value and beta."""

@@ -16,6 +16,7 @@ from mmjax.models.linear_attention import KimiDeltaAttention
 from mmjax.parallel.mesh import make_mesh
 from mmjax.parallel.sharding import spec, state_specs
 from pallas_kernels.linear_attention import api
+from pallas_kernels.linear_attention.gates import DecayGate
 
 SEGMENTS = np.array([[1] * 7 + [2] * 9 + [3] + [4] * 5 + [0], [1] * 2 + [2] * 18 + [3, 0, 0]], np.int32)
 WIDTH, HEADS, HEAD_WIDTH = 24, 4, 6
@@ -233,6 +234,6 @@ def test_a_new_module_decays_slowly(decay, lowest, highest):
     _, state = nnx.split(KimiDeltaAttention(model_config("float32", decay=decay, num_heads=64)))
     arrays = initial_arrays({name: state[name] for name in ("log_rate", "decay_bias")}, jax.random.key(0))
     raw = jnp.zeros((1, 1, *arrays["decay_bias"].shape))
-    found = api.decay_gate(raw, arrays["log_rate"], arrays["decay_bias"], kind=decay)
+    found = DecayGate(arrays["log_rate"], arrays["decay_bias"], decay)(raw)
     assert lowest < found.min() < 0.5 * lowest
     assert highest < 0 and 5 * highest < found.max() < highest

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels.linear_attention import pallas_triton, reference
 from pallas_kernels.linear_attention.api import affine_delta_rule, delta_rule
+from pallas_kernels.linear_attention.gates import DecayGate
 
 DECAYS = {
     "bounded": lambda random, shape: -5 * random.uniform(0.9, 1, shape),
@@ -55,12 +56,23 @@ def run(implementation: Literal["recurrence", "xla", "reference", "pallas"]):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels take both parts one after the other, and a gate; which kernels, does not matter here."""
+
+    def take(query, key, value, decay, *rest, gate, initial_state):
+        return reference.delta_rule(
+            query, key, value, gate(decay) if gate else decay, *rest, initial_state=initial_state
+        )
+
+    monkeypatch.setattr(pallas_triton, "reason_against", lambda query, key, value: None)
+    monkeypatch.setattr(pallas_triton, "delta_rule", take)
+
+
 @pytest.mark.parametrize("is_scalar", [False, True])
 @pytest.mark.parametrize("implementation", ["xla", "reference", "pallas"])
-def test_the_affine_form_is_the_recurrence_in_values_and_gradients(implementation, is_scalar, monkeypatch):
-    # Kernels take both parts one after the other; which kernels, does not matter here.
-    monkeypatch.setattr(pallas_triton, "reason_against", lambda query, key, value: None)
-    monkeypatch.setattr(pallas_triton, "delta_rule", reference.delta_rule)
+@pytest.mark.usefixtures("kernels")
+def test_the_affine_form_is_the_recurrence_in_values_and_gradients(implementation, is_scalar):
     with jax.enable_x64(True):
         for decay in DECAYS:
             arrays = inputs(decay, is_scalar=is_scalar)
@@ -69,6 +81,19 @@ def test_the_affine_form_is_the_recurrence_in_values_and_gradients(implementatio
             pairs = zip((*found, *gradients), (*expected, *expected_gradients), strict=True)
             for name, (one, other) in zip(NAMES, pairs, strict=True):
                 assert np.abs(one - other).max() <= 1e-12 * np.abs(other).max(), (decay, name)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", "pallas"])
+@pytest.mark.usefixtures("kernels")
+def test_a_gate_gives_both_parts_their_decays(implementation):
+    with jax.enable_x64(True):
+        query, key, value, raw, beta, _ = map(jnp.asarray, inputs("mixed", is_scalar=False))
+        gate = DecayGate(jnp.asarray([0.1, -0.2]), jnp.linspace(-1, 1, 6).reshape(2, 3), "softplus")
+        rule = functools.partial(affine_delta_rule, implementation=implementation)
+        found = rule(query, key, value, raw, beta, GIVEN_SEGMENTS, gate=gate)
+        expected = rule(query, key, value, gate(raw), beta, GIVEN_SEGMENTS)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_nothing_reaches_behind_a_border():

@@ -1,13 +1,11 @@
-"""Short convolution, decay gate and L2 normalisation against their formulas, and where they saturate."""
-
-import functools
+"""Short convolution and L2 normalisation against their formulas, and where they saturate."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.linear_attention.api import convolution_tail, decay_gate, l2_normalise, short_convolution
+from pallas_kernels.linear_attention.api import convolution_tail, l2_normalise, short_convolution
 
 SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 3, 3, 3, 4, 4, 0], [1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 0, 0]], np.int32)
 
@@ -76,36 +74,6 @@ def test_the_first_tokens_of_a_document_see_nothing_of_the_one_before():
     np.testing.assert_array_equal(output_before[~first], output_after[~first])
     np.testing.assert_array_equal(before[~first], after[~first])
     np.testing.assert_array_equal(before[first], 0)
-
-
-def test_the_gate_is_finite_where_it_saturates():
-    values = np.array([-1e30, -1e4, -1.0, 0.0, 1e-30, 1.0, 1e4, 1e30], np.float32)
-    raw = np.broadcast_to(values[None, :, None, None], (1, 8, 4, 2))
-    log_rate = np.array([-200.0, 0.0, 50.0, 200.0], np.float32)
-    for kind in ("bounded", "softplus"):
-        decay, pull = jax.vjp(
-            functools.partial(decay_gate, kind=kind),
-            *(jnp.asarray(array) for array in (raw, log_rate, np.zeros((4, 2), np.float32))),
-        )
-        raw_gradient, _, _ = pull(jnp.ones_like(decay))
-        assert not np.isnan(decay).any()
-        assert (np.asarray(decay) <= 0).all()
-        assert np.isfinite(raw_gradient).all()
-        if kind == "bounded":
-            assert np.isfinite(decay).all() and (np.asarray(decay) >= -5).all()
-            assert all(np.isfinite(gradient).all() for gradient in pull(jnp.ones_like(decay)))
-
-
-def test_the_gates_equal_their_formulas():
-    random = np.random.default_rng(2)
-    raw, log_rate, bias = random.normal(size=(2, 5, 3, 4)), random.normal(size=3), random.normal(size=(3, 4))
-    shifted, rate = raw + bias, np.exp(log_rate)[:, None]
-    with jax.enable_x64(True):
-        arrays = [jnp.asarray(array) for array in (raw, log_rate, bias)]
-        bounded = decay_gate(*arrays, kind="bounded", lower_bound=-3.0)
-        softplus = decay_gate(*arrays, kind="softplus")
-    np.testing.assert_allclose(bounded, -3 / (1 + np.exp(-rate * shifted)), rtol=1e-14)
-    np.testing.assert_allclose(softplus, -rate * np.log1p(np.exp(shifted)), rtol=1e-13)
 
 
 def test_normalisation_adds_its_epsilon_to_the_sum_of_squares():

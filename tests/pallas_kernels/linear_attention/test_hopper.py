@@ -1,5 +1,7 @@
 """The Hopper kernels of the delta rule, simulated on a CPU; `test_pallas_triton` compiles and runs them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from pallas_kernels.linear_attention import (
     pallas_triton,
 )
 from pallas_kernels.linear_attention.documents import document_starts
+from pallas_kernels.linear_attention.gates import Form
 
 SETTINGS = pallas_triton.Settings(interpret=True, prepare_columns=128, gradient_columns=128, scan_width=128)
 
@@ -37,19 +40,32 @@ def draw(documents, heads, seed=0):
     return narrow, [jnp.asarray(array, jnp.float32) for array in (log_decay, beta, *states)], jnp.asarray(segments)
 
 
-@jax.jit
-def arguments_and_expected(narrow, wide, segments):
-    """What the kernel reads, and the gradients of query, key, decay and beta by the kernels of Triton, interpreted."""
+def gate_of(form, log_decay):
+    """What a gate makes decays of, as small and as large, of: its input in bfloat16, and its rows."""
+    heads = log_decay.shape[2]
+    raw = jnp.log(-log_decay / (5.01 + log_decay))
+    bias = jnp.linspace(-0.5, 0.5, heads * 128).reshape(heads, 128)
+    return raw.astype(jnp.bfloat16), form.rows(jnp.linspace(-0.2, 0.2, heads), bias)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def arguments_and_expected(narrow, wide, segments, form=None):
+    """What the kernel reads, and the gradients of query, key, decay and beta by the kernels of Triton, interpreted.
+
+    With a `form` the decay is the input of its gate, whose arguments, and whose gradients, come last.
+    """
     query, key, value, output_gradient = narrow
-    log_decay, beta, state, last_gradient = wide
+    decay, beta, state, last_gradient = wide
+    gated = gate_of(form, decay) if form else ()
+    decay = gated[0] if form else decay
     first, last = pallas_triton._document_bounds(document_starts(segments))
-    call = pallas_triton._Calls(SETTINGS, query, value, log_decay)
-    products, inverse, sums, depths, parts = call.prepare(query, key, value, log_decay, beta, first, last)
+    call = pallas_triton._Calls(SETTINGS, query, value, decay, form)
+    products, inverse, sums, depths, parts = call.prepare(query, key, value, decay, beta, first, last, *gated[1:])
     both = parts, products, inverse, value, beta, output_gradient, state, last_gradient
     (state_gradients, solved, _), (states, written) = call.scan_both_ways(*both)
     of_chunks = states, state_gradients, written, solved, output_gradient
-    expected = call.gradients(query, key, sums, depths, beta, first, last, *of_chunks)
-    return (query, key, sums, beta, first, last, *of_chunks), expected
+    expected = call.gradients(query, key, sums, depths, beta, first, last, *of_chunks, gated=gated)
+    return (query, key, sums, beta, first, last, *of_chunks), gated, expected
 
 
 def simulate(function, *arguments):
@@ -75,7 +91,7 @@ def assert_near(found, expected, names, tolerance):
 def test_gradients_are_those_of_the_kernels_of_triton(documents, is_scalar):
     narrow, (log_decay, *wide), segments = draw(documents, 1)
     log_decay = log_decay[..., 0] if is_scalar else log_decay
-    arguments, expected = arguments_and_expected(narrow, [log_decay, *wide], segments)
+    arguments, _, expected = arguments_and_expected(narrow, [log_decay, *wide], segments)
     if is_scalar:  # takes what tokens write in two parts
         *before, written, solved, output_gradient = arguments
         arguments = *before, written / 2, solved, output_gradient, written / 2
@@ -86,6 +102,22 @@ def test_gradients_are_those_of_the_kernels_of_triton(documents, is_scalar):
         expected = *before, decay_gradient.at[:, 64:128].set(arguments[2][:, 64:128]), by_key
     found = simulate((hopper_scalar if is_scalar else hopper).gradients, *arguments)
     assert_near(found, expected, ("query", "key", "decay", "beta"), 2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bounded", "softplus"])
+def test_gradients_of_a_gate_are_those_of_the_kernels_of_triton(kind):
+    narrow, wide, segments = draw([20, 28, 1, 79, 192], 1)
+    form = Form(kind, -5.0)
+    arguments, gated, expected = arguments_and_expected(narrow, wide, segments, form)
+    # The input of the second chunk stays.
+    is_deep = jnp.zeros((1, segments.shape[1] // 64, 1), jnp.int32).at[:, 1:2].set(1)
+    query, key, raw, by_key, by_bias, by_rate = expected
+    raw = raw.at[:, 64:128].set(gated[0][:, 64:128])
+    found = simulate(functools.partial(hopper.gradients, form=form), *arguments, is_deep, *gated)
+    names = ("query", "key", "raw", "beta", "bias", "rate")
+    found = *found[:4], jnp.sum(found[4], axis=3), found[5]
+    assert_near(found, (query, key, raw, by_key, jnp.sum(by_bias, axis=3), by_rate), names, 3e-3)
 
 
 @jax.jit
@@ -140,23 +172,28 @@ def test_states_and_their_gradients_are_carried_side_by_side_as_by_the_kernels_o
     assert_near([written], [from_value - erased], ["written"], 2e-5)
 
 
-@jax.jit
-def prepared_by_triton(narrow, wide, segments):
+@functools.partial(jax.jit, static_argnums=3)
+def prepared_by_triton(narrow, wide, segments, form=None):
     """Arguments and results; one decay a head if `log_decay` has no axis of channels."""
-    (query, key, value, _), (log_decay, beta, *_) = narrow, wide
+    (query, key, value, _), (decay, beta, *_) = narrow, wide
+    decay, *of_gate = gate_of(form, decay) if form else (decay,)
     first, last = pallas_triton._document_bounds(document_starts(segments))
-    call = pallas_triton._Calls(SETTINGS, query, value, log_decay)
-    products, inverse, sums, _, parts = call.prepare(query, key, value, log_decay, beta, first, last)
-    return (query, key, value, log_decay, beta, first, last), (products, inverse, sums, *parts)
+    call = pallas_triton._Calls(SETTINGS, query, value, decay, form)
+    arguments = query, key, value, decay, beta, first, last, *of_gate
+    products, inverse, sums, _, parts = call.prepare(*arguments)
+    return arguments, (products, inverse, sums, *parts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_scalar", [False, True])
-def test_what_tokens_read_and_write_is_that_of_the_kernels_of_triton(is_scalar):
+@pytest.mark.parametrize(
+    ("is_scalar", "form"), [(False, None), (True, None), (False, Form("bounded", -5.0)), (False, Form("softplus", 0))]
+)
+def test_what_tokens_read_and_write_is_that_of_the_kernels_of_triton(is_scalar, form):
     narrow, (log_decay, *wide), segments = draw([20, 28, 1, 79, 192], 1)
     log_decay = log_decay[..., 0] if is_scalar else log_decay
-    arguments, expected = prepared_by_triton(narrow, [log_decay, *wide], segments)
-    products, inverse, sums, parts, depths = simulate(hopper_prepare.prepare, *arguments)
+    arguments, expected = prepared_by_triton(narrow, [log_decay, *wide], segments, form)
+    prepare = functools.partial(hopper_prepare.prepare, form=form)
+    products, inverse, sums, parts, depths = simulate(prepare, *arguments)
     assert depths is None if is_scalar else 0 < float(depths.max()) < 110
     names = ("products", "inverse", "sums", "from state", "writing", "reading", "from value", "kept")
     assert_near((products, inverse, sums, *parts), expected, names, 1e-3)

@@ -9,8 +9,9 @@ import pytest
 
 from pallas_kernels import launcher
 from pallas_kernels.linear_attention import pallas_triton, reference
-from pallas_kernels.linear_attention.api import decay_gate, delta_rule
+from pallas_kernels.linear_attention.api import delta_rule
 from pallas_kernels.linear_attention.documents import document_starts
+from pallas_kernels.linear_attention.gates import DecayGate, Form
 
 SETTINGS = pallas_triton.Settings(interpret=True, prepare_columns=8, gradient_columns=8, scan_width=8)
 NAMES = ("output", "state", "query", "key", "value", "log_decay", "beta", "initial_state")
@@ -39,6 +40,31 @@ def draw(length, documents, decay="bounded", *, heads=2, key_heads=2, by_channel
     arrays += [jnp.asarray(array, jnp.float32) for array in (log_decay, beta, state)]
     segments = np.repeat(np.arange(1, len(documents) + 1), documents)[None, :length].astype(np.int32)
     return arrays, segments, [jnp.asarray(gradient, jnp.bfloat16) for gradient in gradients]
+
+
+def with_gate(arguments, *, seed=7):
+    """The same with the input of a gate, in bfloat16, its rate and its bias in the place of the decay."""
+    arrays, segments, gradients = arguments
+    random = np.random.default_rng(seed)
+    shape = arrays[3].shape
+    raw, bias = random.normal(size=shape), random.normal(size=shape[2:])
+    log_rate = np.log(random.uniform(0.5, 4, shape[2]))
+    gate = jnp.asarray(raw, jnp.bfloat16), *(jnp.asarray(array, jnp.float32) for array in (log_rate, bias))
+    return [*arrays[:3], gate, *arrays[4:]], segments, gradients
+
+
+@functools.cache
+def gated(rule, kind):
+    """`rule` of such arrays; the recurrence, which takes no gate, of what it makes of them."""
+
+    def evaluate(query, key, value, arrays, *rest, **state):
+        raw, *of_gate = arrays
+        gate = DecayGate(*of_gate, kind)
+        if rule is reference.delta_rule:
+            return rule(query, key, value, gate(raw), *rest, **state)
+        return rule(query, key, value, raw, *rest, gate=gate, **state)
+
+    return evaluate
 
 
 @functools.cache
@@ -86,6 +112,32 @@ def test_interpreted_kernels_are_near_float64_in_results_and_all_gradients(is_sc
         check(run(kernels)(*arguments), *arguments, tolerance=1e-2)
 
 
+@pytest.mark.parametrize("kind", ["bounded", "softplus"])
+def test_interpreted_kernels_compute_gates_and_gradients_of_all_that_goes_into_them(kind):
+    for length, documents in ((130, [60, 5, 1, 64]), (192, [192]), (3, [2, 1])):
+        arguments = with_gate(draw(length, documents, seed=3))
+        found = run(gated(kernels, kind))(*arguments)
+        check(found, *arguments, tolerance=1e-2, names=GATED, rule=gated(reference.delta_rule, kind))
+
+
+@pytest.mark.parametrize(
+    ("is_scalar", "reason"), [(False, "its input is float32, not bfloat16"), (True, "one decay a head")]
+)
+def test_gates_that_kernels_do_not_compute_stand_in_front_of_them(is_scalar, reason, caplog):
+    (*arrays, beta, state), segments, gradients = with_gate(draw(70, [70], by_channel=not is_scalar))
+    raw, *of_gate = arrays[3]
+    raw = raw if is_scalar else raw.astype(jnp.float32) + 1e-3
+    arguments = [*arrays[:3], (raw, *of_gate), beta, state], segments, gradients
+    launcher.log_once.cache_clear()
+    with caplog.at_level("INFO", logger="pallas_kernels"):
+        found = jax.jit(run(gated(kernels, "softplus")))(*arguments)
+    (record,) = caplog.records
+    assert record.message.startswith(f"delta_rule: the decay gate is computed in front of the kernels ({reason}")
+    check(found, *arguments, tolerance=1e-2, names=GATED, rule=gated(reference.delta_rule, "softplus"))
+    given = [*arrays[:3], DecayGate(*of_gate, "softplus")(raw), beta, state]
+    np.testing.assert_array_equal(found[0], run(kernels)(given, segments, gradients)[0])
+
+
 def test_ragged_lengths_and_short_documents_are_near_float64():
     for length, documents in ((1, [1]), (65, [1, 2, 3, 4, 5, 6, 7, 8, 9, 20])):
         arguments = draw(length, documents, "mixed")
@@ -115,6 +167,32 @@ def test_no_bit_of_a_document_depends_on_another(is_scalar):
     assert moved(before, after, inside) == [NAMES[place] for place in (0, *range(2, 7))]
 
 
+def test_what_goes_into_a_gate_moves_no_bit_of_another_document_nor_of_an_earlier_token():
+    """But that of the rate's and the bias's gradients, which are sums over all tokens."""
+    arrays, segments, gradients = with_gate(draw(130, [60, 5, 1, 64]))
+    raw, *of_gate = arrays[3]
+    rule = run(gated(kernels, "bounded"))
+
+    def results(raw):
+        output, _, query, key, value, (raw, *_), beta, _ = rule(
+            [*arrays[:3], (raw, *of_gate), *arrays[4:]], segments, gradients
+        )
+        return output, query, key, value, raw, beta
+
+    def moved(raw, names, tokens):
+        pairs = list(zip(before, results(raw), strict=True))[:names]
+        return [bool((one != other)[:, tokens].any()) for one, other in pairs]
+
+    before, place = results(raw), np.arange(130)
+    document = (place >= 60) & (place < 65)
+    changed = jnp.where(document[:, None, None], raw + 3, raw)
+    assert moved(changed, 6, ~document) == [False] * 6
+    assert moved(changed, 6, document) == [True] * 6
+    changed = raw.at[:, 90].add(3)
+    assert moved(changed, 1, place < 90) == [False]
+    assert moved(changed, 1, place >= 90) == [True]
+
+
 def test_no_bit_of_the_output_depends_on_a_later_token():
     arrays, segments, gradients = draw(130, [130])
     before = run(kernels)(arrays, segments, gradients)[0]
@@ -130,7 +208,7 @@ def test_rows_taken_in_pieces_give_the_results_of_whole_ones(monkeypatch):
     whole = run(kernels)(*arguments)
     lengths, rule = [], pallas_triton._delta_rule
     monkeypatch.setattr(pallas_triton, "MOST_BLOCKS", 1)
-    monkeypatch.setattr(pallas_triton, "_delta_rule", lambda *all_: lengths.append(all_[1].shape[1]) or rule(*all_))
+    monkeypatch.setattr(pallas_triton, "_delta_rule", lambda *all_: lengths.append(all_[2].shape[1]) or rule(*all_))
     for one, other in zip(whole, run(functools.partial(kernels))(*arguments), strict=True):
         np.testing.assert_array_equal(one, other)
     assert lengths == [64, 64, 64]
@@ -145,35 +223,44 @@ def test_a_row_split_over_the_gpu_gives_what_the_recurrence_gives(is_scalar):
             check(found, *arguments, tolerance=1.2e-2)
 
 
-def test_chunks_with_deep_tokens_alone_are_done_again(monkeypatch):
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_chunks_with_deep_tokens_alone_are_done_again(is_gated, monkeypatch):
     """What Hopper's kernels give of them is worthless; here it is zero in every chunk of two rows."""
     rows = draw(192, [60, 5, 1, 126], "mixed"), draw(192, [64, 100, 28], "mixed", seed=1)
     arrays, segments, gradients = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *rows)
     (query, key, value, log_decay, beta, state), (gradient, last) = arrays, gradients
-    log_decay = log_decay.at[0, :64].set(-0.1).at[1, 64:].set(-0.1)
-    first, last_place = pallas_triton._document_bounds(document_starts(segments))
-    bounds = first, last_place
+    form, of_gate = None, ()
+    decay, shallow = log_decay, -0.1
+    if is_gated:
+        form, of_gate = Form("softplus", -5.0), ()
+        of_gate = (form.rows(jnp.zeros(2), jnp.full((2, 16), 0.5)),)
+        decay, shallow = -log_decay.astype(jnp.bfloat16), -3.0
+    decay = decay.at[0, :64].set(shallow).at[1, 64:].set(shallow)
+    bounds = pallas_triton._document_bounds(document_starts(segments))
 
     @jax.jit
     def evaluate():
-        call = pallas_triton._Calls(SETTINGS, query, value, log_decay)
-        products, inverse, sums, depths, parts = prepared = call.prepare(query, key, value, log_decay, beta, *bounds)
+        call = pallas_triton._Calls(SETTINGS, query, value, decay, form)
+        prepared = call.prepare(query, key, value, decay, beta, *bounds, *of_gate)
+        products, inverse, sums, depths, parts = prepared
         both = parts, products, inverse, value, beta, gradient, state, last.astype(jnp.float32)
         (state_gradients, solved, _), (states, written) = call.scan_both_ways(*both)
         tokens = query, key, sums, depths, beta, *bounds, states, state_gradients, written, solved, gradient
-        gradients = call.gradients(*tokens)
+        gated = (decay, *of_gate) if is_gated else ()
+        gradients = call.gradients(*tokens, gated=gated)
         call.is_on_hopper, call.looked_at = True, 3
         # Each row is deep by one half of the channels alone.
         share = jnp.asarray([[0.01, 1], [1, 0.01]])[..., None, None]
         halves = jnp.moveaxis(depths.of_tokens[None] * share, 2, 3)
         worthless = *jax.tree.map(jnp.zeros_like, (products, inverse, sums, list(parts))), halves
         monkeypatch.setattr(pallas_triton, "_prepare_on_hopper", lambda *_: worthless)
-        worthless_gradients = jnp.zeros_like(query), jnp.zeros_like(key), sums, jnp.zeros_like(beta)
+        worthless_gradients = [jnp.zeros_like(gradient) for gradient in gradients]
+        worthless_gradients[2] = decay if is_gated else sums  # as it was
         monkeypatch.setattr(pallas_triton, "_gradients_on_hopper", lambda *_: worthless_gradients)
-        again = call.prepare(query, key, value, log_decay, beta, *bounds)
+        again = call.prepare(query, key, value, decay, beta, *bounds, *of_gate)
         tokens = *tokens[:3], again[3], *tokens[4:]
         is_deep, again = again[3].is_deep, (*again[:3], again[3]._replace(is_deep=None), again[4])
-        return is_deep, (prepared, gradients), (again, call.gradients(*tokens))
+        return is_deep, (prepared, gradients), (again, call.gradients(*tokens, gated=gated))
 
     is_deep, expected, found = evaluate()
     assert is_deep.tolist() == [[[0, 0], [1, 1], [1, 1]], [[1, 1], [0, 0], [0, 0]]]
@@ -182,7 +269,7 @@ def test_chunks_with_deep_tokens_alone_are_done_again(monkeypatch):
             size = one.shape[1] // 3
             deep = slice(deep_chunks.start * size, deep_chunks.stop * size)
             np.testing.assert_array_equal(one[row, deep], other[row, deep])
-    for result in (found[0][0], found[1][0], found[1][1]):
+    for result in (found[0][0], *found[1][:2], *found[1][3:]):
         size = result.shape[1] // 3
         assert not result[0, :size].any()
         assert not result[1, size:].any()
@@ -237,23 +324,36 @@ def test_the_choice_of_the_plain_form_is_logged_once(caplog):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("by_channel", "key_heads", "settings"),
+    ("by_channel", "key_heads", "settings", "kind"),
     [
-        (True, 2, pallas_triton.Settings()),
-        (False, 1, pallas_triton.Settings()),
-        (False, 1, pallas_triton.Settings(pieces=2)),
+        (True, 2, pallas_triton.Settings(), None),
+        (True, 2, pallas_triton.Settings(), "bounded"),
+        (True, 1, pallas_triton.Settings(), "softplus"),
+        (False, 1, pallas_triton.Settings(), None),
+        (False, 1, pallas_triton.Settings(pieces=2), None),
     ],
 )
-def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(by_channel, key_heads, settings, described_gpus):
+def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(
+    by_channel, key_heads, settings, kind, described_gpus
+):
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(np.array(described_gpus), ("data",))
-    arrays, segments, gradients = draw(128, [128], key_heads=key_heads, by_channel=by_channel, widths=(128, 128))
-    arguments = jax.tree.map(lambda array: jnp.repeat(jnp.asarray(array), 2, axis=0), (arrays, segments, gradients))
-    rule = functools.partial(pallas_triton.delta_rule, settings=settings)
-    step = jax.shard_map(run(rule), mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), arguments)
+    arguments = draw(128, [128], key_heads=key_heads, by_channel=by_channel, widths=(128, 128))
+    rule, by_row, by_gate = functools.partial(pallas_triton.delta_rule, settings=settings), PartitionSpec("data"), None
+    if kind:
+        # Rate and bias are the same everywhere, so that their gradients are summed over the rows.
+        arguments, rule, by_gate = with_gate(arguments), gated(rule, kind), (by_row, PartitionSpec(), PartitionSpec())
+    arrays = [by_row] * 3 + [by_gate or by_row] + [by_row] * 2
+    specs = (arrays, by_row, [by_row] * 2), (by_row, by_row, *arrays)
+    step = jax.shard_map(run(rule), mesh=mesh, in_specs=specs[0], out_specs=specs[1])
+
+    def shape(array, spec):
+        rows = (2 * array.shape[0],) if spec == by_row else array.shape[:1]
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct((*rows, *array.shape[1:]), array.dtype, sharding=sharding)
+
+    shapes = jax.tree.map(shape, arguments, (arrays, by_row, [by_row] * 2))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         text = jax.jit(step).lower(*shapes).compile().as_text()
     kernels = ["prepare_chunks", "scan_chunks"]
@@ -321,29 +421,34 @@ def test_a_row_split_over_a_gpu_is_near_float64_and_bitwise_repeatable(by_channe
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
 @pytest.mark.parametrize("by_channel", [True, False])
 @pytest.mark.parametrize("kind", ["bounded", "softplus"])
-def test_gradients_through_the_gate_are_near_float64_on_a_gpu(kind, by_channel):
+def test_results_with_a_gate_are_near_float64_and_bitwise_repeatable_on_a_gpu(kind, by_channel):
     """Of the gate's input, its rate and its bias: the gradient of the decay, summed over tokens for the last two.
 
-    The rate's is one number a head, of sums whose terms cancel: of 8 heads up to 1.1e-2 off, of 32 at most 4.3e-3.
+    The rate's is one number a head, of sums whose terms cancel, so that it needs many: of 8 heads up to 1.1e-2 off, of
+    32 up to 6.1e-3, of 64 at most 4.3e-3. The gate in front of the kernels gives the same digits.
     """
-    length, heads, width = 1000, 32, 128 if by_channel else 1
-    arrays, segments, gradients = draw(
-        length, [3, 60, 1, 936], by_channel=by_channel, heads=heads, key_heads=heads, widths=(128, 128)
+    rule = gated(functools.partial(delta_rule, implementation="pallas"), kind)
+    arguments = draw(1000, [3, 60, 1, 936], by_channel=by_channel, heads=64, key_heads=64, widths=(128, 128))
+    arguments = with_gate(arguments)
+    found, again = run(rule)(*arguments), run(rule)(*arguments)
+    check(found, *arguments, tolerance=5e-3, names=GATED, rule=gated(reference.delta_rule, kind))
+    for one, other in zip(*map(jax.tree.leaves, (found, again)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
+def test_gates_of_deep_chunks_on_a_gpu():
+    """By a softplus some chunks are too deep for Mosaic's kernels; blocks take many chunks of either kind."""
+    (*first, gate, beta, state), segments, gradients = with_gate(
+        draw(900, [500, 400], heads=8, key_heads=4, widths=(128, 128))
     )
-    random = np.random.default_rng(1)
-    raw, bias = random.normal(size=(1, length, heads, width)), random.normal(size=(heads, width))
-    gate = [jnp.asarray(array, jnp.float32) for array in (raw, np.log(random.uniform(0.5, 4, heads)), bias)]
-    arrays[3] = tuple(gate)
-
-    def gated(rule):
-        def evaluate(query, key, value, gate, *rest, initial_state):
-            decay = decay_gate(*gate, kind=kind)
-            return rule(query, key, value, decay if by_channel else decay[..., 0], *rest, initial_state=initial_state)
-
-        return evaluate
-
-    found = run(gated(functools.partial(delta_rule, implementation="pallas")))(arrays, segments, gradients)
-    check(found, arrays, segments, gradients, 5e-3, names=GATED, rule=gated(reference.delta_rule))
+    raw, *of_gate = gate
+    tokens = np.arange(900)[None, :, None, None]
+    raw = jnp.where((tokens // 64 % 3 == 1) & (tokens % 64 < 20), raw + 30, raw - 2).astype(jnp.bfloat16)
+    arguments = [*first, (raw, *of_gate), beta, state], segments, gradients
+    found = run(gated(functools.partial(delta_rule, implementation="pallas"), "softplus"))(*arguments)
+    check(found, *arguments, tolerance=5e-3, names=GATED, rule=gated(reference.delta_rule, "softplus"))
 
 
 @pytest.mark.gpu
