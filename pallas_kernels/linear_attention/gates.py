@@ -32,7 +32,7 @@ class DecayGate:
         bounded:  lower_bound * sigmoid(exp(log_rate) (raw + bias))
         softplus: -exp(log_rate) softplus(raw + bias)
 
-    Value and gradient are finite for any finite arguments: a rate beyond e^60 counts as e^60.
+    Value and gradient are finite for any finite arguments: a rate beyond e^60 counts as e^60, one below e^-60 as that.
 
     Source: Kimi K3 technical report, arXiv:2607.24653, equation 2 (bounded); Kimi Linear, arXiv:2510.26692 (softplus).
     """
@@ -49,13 +49,16 @@ class DecayGate:
         """In at least float32."""
         wide = wide_dtype(raw, self.log_rate, self.bias)
         shifted = raw.astype(wide) + self.bias.astype(wide)[None, None]
-        rate = jnp.exp(jnp.minimum(self.log_rate.astype(wide), MOST_LOG_RATE))
+        rate = jnp.exp(self.limited_log_rate().astype(wide))
         rate = rate.reshape(1, 1, -1, *(1,) * (raw.ndim - 3))
         match self.kind:
             case "bounded":
                 return self.lower_bound * jax.nn.sigmoid(rate * shifted)
             case "softplus":
                 return -rate * jax.nn.softplus(shifted)
+
+    def limited_log_rate(self) -> Float[Array, " H"]:
+        return jnp.clip(self.log_rate, -MOST_LOG_RATE, MOST_LOG_RATE)
 
     @property
     def form(self) -> "Form":
@@ -81,8 +84,8 @@ class Form(NamedTuple):
     lower_bound: float
 
     def rows(self, log_rate: Float[Array, " H"], bias: Float[Array, "H K"]) -> Float[Array, "H 2 K"]:
-        """`shift` and `rate` of each channel. A rate below e^-60 counts as that, beyond e^60 as that."""
-        rate = jnp.broadcast_to(jnp.exp(jnp.clip(log_rate, -MOST_LOG_RATE, MOST_LOG_RATE))[:, None], bias.shape)
+        """`shift` and `rate` of each channel, of a limited `log_rate`."""
+        rate = jnp.broadcast_to(jnp.exp(log_rate)[:, None], bias.shape)
         return jnp.stack([bias * self._factor(rate), rate], axis=1)
 
     def _factor(self, rate: jax.Array) -> jax.Array:
@@ -119,7 +122,7 @@ class Form(NamedTuple):
         """Gradient of `log_rate`."""
         if self.kind == "bounded":
             return total * (-self.lower_bound / LOG2_E)
-        return total * (jnp.exp(jnp.clip(log_rate, -MOST_LOG_RATE, MOST_LOG_RATE)) * (-1 / LOG2_E))
+        return total * (jnp.exp(log_rate) * (-1 / LOG2_E))
 
 
 def _softplus(power: jax.Array, smaller: jax.Array, functions: Functions) -> jax.Array:

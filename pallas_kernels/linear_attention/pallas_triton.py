@@ -112,7 +112,7 @@ def delta_rule(
 
     decay = filled(decay.astype(jnp.float32)) if gate is None else filled(decay, float(jnp.finfo(decay.dtype).min))
     tokens = [filled(query), filled(key), filled(value), decay, filled(beta.astype(jnp.float32))]
-    of_gate = () if gate is None else (gate.log_rate.astype(jnp.float32), gate.bias.astype(jnp.float32))
+    of_gate = () if gate is None else (gate.limited_log_rate().astype(jnp.float32), gate.bias.astype(jnp.float32))
     starts = filled(document_starts(segment_ids))
     query, key, value, decay, beta, starts, state, *of_gate = launcher.vary_together(*tokens, starts, state, *of_gate)
     tokens = [query, key, value, decay, beta, *_document_bounds(starts)]

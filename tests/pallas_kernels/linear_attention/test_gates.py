@@ -70,7 +70,7 @@ def test_what_kernels_compute_has_the_digits_of_float32_wherever_the_gate_is_ope
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_kernels_compute_is_finite_where_it_saturates_and_a_tail_does_not_decay(kind):
-    log_rate = jnp.asarray([-200.0, 0.0, 200.0])
+    log_rate = DecayGate(jnp.asarray([-200.0, 0.0, 200.0]), jnp.zeros((3, 1)), kind).limited_log_rate()
     raw = jnp.broadcast_to(jnp.asarray([[-1e30, -1e4, -1.0, 0.0, 1e-30, 1.0, 1e4, 1e30]]), (3, 8))
     for array in computed(Form(kind, -5.0), log_rate, jnp.zeros((3, 8)), raw):
         assert not np.isnan(array).any()

@@ -120,6 +120,20 @@ def test_interpreted_kernels_compute_gates_and_gradients_of_all_that_goes_into_t
         check(found, *arguments, tolerance=1e-2, names=GATED, rule=gated(reference.delta_rule, kind))
 
 
+@pytest.mark.parametrize("kind", ["bounded", "softplus"])
+def test_rates_beyond_their_limits_count_as_those_and_get_no_gradient(kind):
+    arrays, segments, gradients = with_gate(draw(70, [70], heads=3, key_heads=3))
+    raw, _, bias = arrays[3]
+    found = []
+    for beyond in (0.0, 40.0):
+        gate = raw, jnp.asarray([-60.0 - beyond, 0.5, 60.0 + beyond]), bias
+        found.append(run(gated(kernels, kind))([*arrays[:3], gate, *arrays[4:]], segments, gradients))
+    (_, _, _, _, _, (_, rate, _), *_), (_, _, _, _, _, (_, limited, _), *_) = found
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert limited[1] == rate[1] != 0
+    assert limited[0] == limited[2] == 0
+
+
 @pytest.mark.parametrize(
     ("is_scalar", "reason"), [(False, "its input is float32, not bfloat16"), (True, "one decay a head")]
 )
