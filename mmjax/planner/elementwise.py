@@ -17,7 +17,7 @@ def token_bytes(model: ModelConfig, tensor: int, kinds: dict[LayerKind, float] |
                        their own, the norm alone: 2 D
         grouped        queries and keys turned: 2 (H + H_keys) K, a gate 3 H K
         latent         latents' norms 2 (R + L); queries, keys and padded values laid out 2 (2 H K + H V), a gate 3 H V
-        KDA, GDN       taps 2 (2 H K + H V), decay H K (c + w) or H w, gated norm 3 H V
+        KDA, GDN       taps 2 (2 H K + H V), decay H K (c + w), as in front of the kernels, or H w, gated norm 3 H V
         gated MLP      3 hidden values (without gate 2), routed experts' inside their kernels
         router         scores, their sigmoid, choices of E experts: 3 E w; routed and shared results joined 3 D
     """

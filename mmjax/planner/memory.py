@@ -415,12 +415,12 @@ class InFlight:
         return is_sparse and self.config.data.row_tokens > indexer.top_k
 
     def _linear_attention(self) -> tuple[float, float]:
-        """Kept, per token and head: q, k, v before and after their convolution, decay, gate, mix, all but the
-        projections' results in at least float32. At most: besides what the kernels need, 11 times a head's width."""
+        """Kept, per token and head: q, k, v before and after their convolution, the decay's gate, the output's, mix. At
+        most: besides what the kernels need, 11 times a head's width."""
         linear = self.model.linear_attention
         heads = linear.num_heads / self.mesh.tensor
         qkv = 2 * linear.key_width + linear.value_width
-        kept = (2 * qkv + linear.key_width + 3 * linear.value_width) * self.compute + linear.key_width * self.wide
+        kept = (2 * qkv + linear.key_width + 3 * linear.value_width) * self.compute
         kernels = _KERNEL_COPIES["kimi_delta"] * (linear.key_width + linear.value_width) / 2 * self.compute
         kept = self.tokens * heads * kept
         return kept, kept + self.tokens * heads * kernels + self.gathered_states()
