@@ -41,9 +41,9 @@ def delta_rule(
         output_t = S_t^T query_t
 
     `decay`, a logarithm, is one number a key channel (Kimi Delta Attention) or one a head (Gated DeltaNet). With a
-    `gate` it is what goes into that, and `pallas` computes the gate inside its kernels where `decay` is one number a
-    channel in bfloat16. Each head of `query`
-    and `key` serves H / G consecutive heads of `value`. `query` and `key` arrive normalised and scaled.
+    `gate` it is what goes into that, which `pallas` computes inside its kernels where it is a channel's in bfloat16.
+    Each head of `query` and `key` serves H / G consecutive heads of `value`. `query` and `key` arrive normalised and
+    scaled.
 
     S is zero at the first token of each document (a token whose id in `segment_ids` differs from the one before it);
     `initial_state`, zeros if None, belongs to the first document of each row, and the state returned to the last,

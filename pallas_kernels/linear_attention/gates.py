@@ -32,7 +32,8 @@ class DecayGate:
         bounded:  lower_bound * sigmoid(exp(log_rate) (raw + bias))
         softplus: -exp(log_rate) softplus(raw + bias)
 
-    Value and gradient are finite for any finite arguments: a rate beyond e^60 counts as e^60, one below e^-60 as that.
+    Value and gradients are finite for finite arguments, of softplus while its input times the rate is: a rate beyond
+    e^60 counts as e^60, one below e^-60 as that.
 
     Source: Kimi K3 technical report, arXiv:2607.24653, equation 2 (bounded); Kimi Linear, arXiv:2510.26692 (softplus).
     """

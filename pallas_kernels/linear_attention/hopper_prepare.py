@@ -71,22 +71,22 @@ class _Half:
         return jnp.exp2(self.of_tiles(*after) - self.of_tiles(*before))
 
 
-def prepare(query, key, value, log_decay, beta, first, last, *gated, form: Form | None = None):
+def prepare(query, key, value, decay, beta, first, last, *gated, form: Form | None = None):
     """(products, inverse, sums, parts) as `prepare` of `pallas_triton` has them, and depths in the tile [2, B, H, S].
 
     The latter of each token, the largest of each half of the channels; None with one decay a head.
 
-    With a `form` of gate `log_decay` is its input [B, S, H, K] in bfloat16, and `gated` its `rows` [H, 2, K].
+    With a `form` of gate `decay` is its input [B, S, H, K] in bfloat16, and `gated` its `rows` [H, 2, K].
     """
     batch, length, heads, _ = value.shape
     chunks, group = length // CHUNK, heads // query.shape[2]
     total = batch * chunks * heads
     workers = min(launcher.num_multiprocessors(), total)
-    is_scalar = log_decay.ndim == 3
+    is_scalar = decay.ndim == 3
     # One decay a channel leaves no memory for keys and values of two chunks.
     slots = 2 if is_scalar else 1
     beta = jnp.moveaxis(beta, 1, 2)
-    log_decay = jnp.moveaxis(log_decay, 1, 2) if is_scalar else log_decay
+    decay = jnp.moveaxis(decay, 1, 2) if is_scalar else decay
 
     def body(
         query, key, value, decay, beta, first, last, *refs,
@@ -210,7 +210,7 @@ def prepare(query, key, value, log_decay, beta, first, last, *gated, form: Form 
                 gate = gate_smem.at[own]
                 of_gate = shared.row_across(gate, 0), gate[1, 0], tiles.GATE_FUNCTIONS
                 decays = form.log2_decay(shared.wide(raw_smem.at[own]), *of_gate)
-                # What tokens read from the state has been stored.
+                # All that this chunk has stored so far: a slot, the place of sums and those of what the last one wrote.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             else:
                 decays = shared.matrix(decay_smem.at[0, own]) * LOG2_E
@@ -305,6 +305,8 @@ def prepare(query, key, value, log_decay, beta, first, last, *gated, form: Form 
             is_kept = jnp.where(bounds_smem[lax.rem(step, 2), 0, CHUNK - 1] < 0, jnp.float32(1), jnp.float32(0))
             end = shared.row(anchors_smem.at[own, ANCHORS.index(63)])
             kept_out[row, chunk, head, channels] = is_kept * jnp.exp2(end)
+            if form:  # else all warps meet before the next sums lie there
+                cores.wait_for_warps()
             return ()
 
         def pair_scalar(step, _):
@@ -455,7 +457,7 @@ def prepare(query, key, value, log_decay, beta, first, last, *gated, form: Form 
     buffer = functools.partial(launcher.swizzled, dtype=narrow)
     products, inverse, sums, *parts = launcher.launch(
         body,
-        (query, key, value, log_decay, beta, first, last, *gated),
+        (query, key, value, decay, beta, first, last, *gated),
         [jax.ShapeDtypeStruct(*shape) for shape in shapes],
         scratch={
             **of_decays,

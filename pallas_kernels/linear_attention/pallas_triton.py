@@ -95,9 +95,9 @@ def delta_rule(
 
     Rows of more than `MOST_BLOCKS` chunks are taken in pieces, one after the other.
 
-    Keeps its arguments for the backward pass, sums of the decays in the place of those that are given, two matrices
-    [64, 64] a chunk and what its tokens read and write: four arrays like `value`. They are gone when the backward pass
-    needs most memory.
+    Keeps its arguments for the backward pass, sums of the decays in the place of given ones or beside what goes into a
+    gate, two matrices [64, 64] a chunk and what its tokens read and write: four arrays like `value`. They are gone when
+    the backward pass needs most memory.
     """
     if gate is not None and (reason := _reason_against_gate(decay)):
         launcher.log_once(f"delta_rule: the decay gate is computed in front of the kernels ({reason})")

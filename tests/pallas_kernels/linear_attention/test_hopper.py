@@ -174,7 +174,7 @@ def test_states_and_their_gradients_are_carried_side_by_side_as_by_the_kernels_o
 
 @functools.partial(jax.jit, static_argnums=3)
 def prepared_by_triton(narrow, wide, segments, form=None):
-    """Arguments and results; one decay a head if `log_decay` has no axis of channels."""
+    """Arguments and results; one decay a head if it has no axis of channels."""
     (query, key, value, _), (decay, beta, *_) = narrow, wide
     decay, *of_gate = gate_of(form, decay) if form else (decay,)
     first, last = pallas_triton._document_bounds(document_starts(segments))

@@ -129,6 +129,7 @@ def test_rates_beyond_their_limits_count_as_those_and_get_no_gradient(kind):
         gate = raw, jnp.asarray([-60.0 - beyond, 0.5, 60.0 + beyond]), bias
         found.append(run(gated(kernels, kind))([*arrays[:3], gate, *arrays[4:]], segments, gradients))
     (_, _, _, _, _, (_, rate, _), *_), (_, _, _, _, _, (_, limited, _), *_) = found
+    assert np.isfinite(found[0][0]).all()
     np.testing.assert_array_equal(found[0][0], found[1][0])
     assert limited[1] == rate[1] != 0
     assert limited[0] == limited[2] == 0
@@ -243,10 +244,9 @@ def test_chunks_with_deep_tokens_alone_are_done_again(is_gated, monkeypatch):
     rows = draw(192, [60, 5, 1, 126], "mixed"), draw(192, [64, 100, 28], "mixed", seed=1)
     arrays, segments, gradients = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *rows)
     (query, key, value, log_decay, beta, state), (gradient, last) = arrays, gradients
-    form, of_gate = None, ()
-    decay, shallow = log_decay, -0.1
+    form, of_gate, decay, shallow = None, (), log_decay, -0.1
     if is_gated:
-        form, of_gate = Form("softplus", -5.0), ()
+        form = Form("softplus", -5.0)
         of_gate = (form.rows(jnp.zeros(2), jnp.full((2, 16), 0.5)),)
         decay, shallow = -log_decay.astype(jnp.bfloat16), -3.0
     decay = decay.at[0, :64].set(shallow).at[1, 64:].set(shallow)
@@ -283,6 +283,10 @@ def test_chunks_with_deep_tokens_alone_are_done_again(is_gated, monkeypatch):
             size = one.shape[1] // 3
             deep = slice(deep_chunks.start * size, deep_chunks.stop * size)
             np.testing.assert_array_equal(one[row, deep], other[row, deep])
+    # What lies in the place of the decay's gradient stays.
+    untouched = decay if is_gated else expected[0][2]
+    np.testing.assert_array_equal(found[1][2][0, :64], untouched[0, :64])
+    np.testing.assert_array_equal(found[1][2][1, 64:], untouched[1, 64:])
     for result in (found[0][0], *found[1][:2], *found[1][3:]):
         size = result.shape[1] // 3
         assert not result[0, :size].any()
