@@ -1,7 +1,8 @@
-# Sourced by the scripts beside it, in the root of the project: makes or reuses the virtual environment $VENV.
+# Sourced by the scripts beside it, in the root of the project: makes or reuses the virtual environment $VENV, whose name
+# ends with $SUFFIX.
 PYTHON="${PYTHON:-python3}"
-VENV=".venv"
-[[ "$PYTHON" == python3 ]] || VENV=".venv-$(basename "$PYTHON")"
+VENV=".venv${SUFFIX:-}"
+[[ "$PYTHON" == python3 ]] || VENV=".venv-$(basename "$PYTHON")${SUFFIX:-}"
 if [[ ! -x "$VENV/bin/python" ]]; then
     "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || {
         echo "mmjax needs Python 3.11 or 3.12; $("$PYTHON" --version) is '$PYTHON'. Try: PYTHON=python3.12 $0" >&2
