@@ -429,11 +429,11 @@ def gradients(
             by_key_smem[own] = beta_gradient
             if form:
                 plgpu.barrier_wait(raw_in)
-                gated = raw_smem.at[:, pl.ds(pl.multiple_of(own * HALF, HALF), HALF)]
+                own_raw = raw_smem.at[:, pl.ds(pl.multiple_of(own * HALF, HALF), HALF)]
                 shift, rate = shared.row_across(gate_smem.at[own], 0), gate_smem[own, 1, 0]
-                of_gate = shared.wide(gated), shift, rate, tiles.GATE_FUNCTIONS
+                of_gate = shared.wide(own_raw), shift, rate, tiles.GATE_FUNCTIONS
                 raw_gradient, by_rate = form.gradients(decay_gradient, *of_gate)
-                gated[...] = raw_gradient.astype(jnp.bfloat16)
+                own_raw[...] = raw_gradient.astype(jnp.bfloat16)
                 by_rate_smem[own] = jnp.sum(by_rate, axis=1)
                 tiles.sum_tiles(raw_gradient, by_bias_smem.at[own])
             else:
