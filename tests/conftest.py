@@ -77,7 +77,7 @@ def no_compilation_cache() -> Iterator[None]:
 
 
 @pytest.fixture
-def described_gpus() -> list[jax.Device]:
+def described_gpus(no_compilation_cache: None) -> list[jax.Device]:
     """Two H200 that need not be there: programs can be compiled for them."""
     pytest.importorskip("jax_cuda13_plugin")
     from mmjax.config import MeshConfig

@@ -84,7 +84,6 @@ def test_what_the_kernels_cannot_take_is_said():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_compilation_cache")
 def test_forward_and_backward_compile_without_a_gpu_inside_shard_map(described_gpus):
     from jax.sharding import AbstractDevice, AxisType, Mesh, NamedSharding, PartitionSpec
 

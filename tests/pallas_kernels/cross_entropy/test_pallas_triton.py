@@ -152,7 +152,6 @@ def test_what_the_kernels_cannot_take_is_said():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_compilation_cache")
 def test_a_step_compiles_without_a_gpu_and_holds_one_chunk_of_logits(described_gpus):
     """Also inside `shard_map`, the vocabulary split over two devices."""
     from jax.sharding import AbstractDevice, AxisType, Mesh, NamedSharding, PartitionSpec
