@@ -94,7 +94,7 @@ class GatedDeltaNet(nnx.Module):
             (config.key_width**-0.5, 1.0, None),
         )
         decay = project("bsd,dh->bsh", inputs, self.decay)
-        gate = DecayGate(use(self.log_rate, wide), use(self.decay_bias, wide), "softplus")
+        gate = DecayGate(use(self.log_rate, wide), use(self.decay_bias, wide), kind="softplus")
         beta = jax.nn.sigmoid(project("bsd,dh->bsh", inputs, self.beta).astype(wide))
         mixed = checkpoint_name(row.recur(query, key, value, decay, beta, gate), "attention").astype(wide)
         output_gate = project("bsd,dhv->bshv", inputs, self.output_gate)

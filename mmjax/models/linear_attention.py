@@ -263,8 +263,8 @@ class KimiDeltaAttention(nnx.Module):
             (config.key_width**-0.5, 1.0, None),
         )
         decay = through(self.decay_down, self.decay_up)
-        bounds = config.decay, config.decay_lower_bound
-        gate = DecayGate(use(self.log_rate, wide), use(self.decay_bias, wide), *bounds)
+        of_gate = use(self.log_rate, wide), use(self.decay_bias, wide)
+        gate = DecayGate(*of_gate, kind=config.decay, lower_bound=config.decay_lower_bound)
         beta = jax.nn.sigmoid(project("bsd,dh->bsh", inputs, self.beta).astype(wide))
         mixed = checkpoint_name(row.recur(query, key, value, decay, beta, gate), "attention")
 

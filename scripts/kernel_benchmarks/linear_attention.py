@@ -65,8 +65,8 @@ def draw(tokens, heads, key_heads, by_channel, decay, document, seed=0):
         case "unbounded":  # by up to e^-100 at once
             log_decay = -jnp.exp(2 * raw)
         case _:  # mostly between 0 and -1.5 by a softplus, within the bounds by the other gate
-            log_decay = (raw - 1).astype(jnp.bfloat16), jnp.zeros(heads), jnp.linspace(-1, 1, raw[0, 0].size)
-            log_decay = *log_decay[:2], log_decay[2].reshape(raw.shape[2:])
+            bias = jnp.linspace(-1, 1, raw[0, 0].size).reshape(raw.shape[2:])
+            log_decay = (raw - 1).astype(jnp.bfloat16), jnp.zeros(heads), bias
     beta = jax.nn.sigmoid(normal(1, tokens, heads, dtype=jnp.float32))
     segments = jnp.arange(tokens, dtype=jnp.int32)[None] // document + 1
     value, gradient = (normal(1, tokens, heads, WIDTH) for _ in range(2))

@@ -56,13 +56,13 @@ def test_what_kernels_compute_has_the_digits_of_float32_wherever_the_gate_is_ope
     shifted = raw + bias
     if kind == "bounded":
         share = 1 / (1 + np.exp(-rates * shifted))
-        slope = -5 * share / (1 + np.exp(rates * shifted))
-        expected = -5 * share, slope * rates, slope * rates * shifted
+        slope = -3 * share / (1 + np.exp(rates * shifted))
+        expected = -3 * share, slope * rates, slope * rates * shifted
     else:
         softplus = np.log1p(np.exp(shifted))
         expected = -rates * softplus, -rates / (1 + np.exp(-shifted)), -rates * softplus
     log_rate, bias = jnp.asarray(np.log(rates[:, 0]), jnp.float32), jnp.full((3, 2401), bias)
-    found = computed(Form(kind, -5.0), log_rate, bias, jnp.asarray(raw, jnp.float32))
+    found = computed(Form(kind, -3.0), log_rate, bias, jnp.asarray(raw, jnp.float32))
     for one, other in zip(found, expected, strict=True):
         # An exponent of up to 131 has a relative error of 2^-24; slopes beyond e^-82 are hardly normal numbers.
         np.testing.assert_allclose(one, other, rtol=3e-5, atol=1e-35)

@@ -455,6 +455,17 @@ def test_results_with_a_gate_are_near_float64_and_bitwise_repeatable_on_a_gpu(ki
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
+@pytest.mark.parametrize("seed", range(20, 24))
+@pytest.mark.parametrize("kind", ["bounded", "softplus"])
+def test_other_draws_with_a_gate_are_near_float64_on_a_gpu(kind, seed):
+    arguments = with_gate(draw(1000, [3, 60, 1, 936], heads=64, key_heads=64, widths=(128, 128), seed=seed), seed=seed)
+    found = run(gated(functools.partial(delta_rule, implementation="pallas"), kind))(*arguments)
+    check(found, *arguments, tolerance=5e-3, names=GATED, rule=gated(reference.delta_rule, kind))
+
+
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
 def test_gates_of_deep_chunks_on_a_gpu():
     """By a softplus some chunks are too deep for Mosaic's kernels; blocks take many chunks of either kind."""
