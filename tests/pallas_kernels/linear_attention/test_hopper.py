@@ -18,12 +18,13 @@ from pallas_kernels.linear_attention import (
     hopper_prepare,
     hopper_scalar,
     hopper_scan,
+    launches,
     pallas_triton,
 )
 from pallas_kernels.linear_attention.documents import document_starts
 from pallas_kernels.linear_attention.gates import Form
 
-SETTINGS = pallas_triton.Settings(interpret=True, prepare_columns=128, gradient_columns=128, scan_width=128)
+SETTINGS = launches.Settings(interpret=True, prepare_columns=128, gradient_columns=128, scan_width=128)
 
 
 def draw(documents, heads, seed=0):
@@ -59,7 +60,7 @@ def arguments_and_expected(narrow, wide, segments, form=None):
     gated = gate_of(form, decay) if form else ()
     decay = gated[0] if form else decay
     first, last = pallas_triton._document_bounds(document_starts(segments))
-    call = pallas_triton._Calls(SETTINGS, query, value, decay, form)
+    call = launches.Launches(SETTINGS, query, value, decay, form)
     products, inverse, sums, depths, parts = call.prepare(query, key, value, decay, beta, first, last, *gated[1:])
     both = parts, products, inverse, value, beta, output_gradient, state, last_gradient
     (state_gradients, solved, _), (states, written) = call.scan_both_ways(*both)
@@ -126,7 +127,7 @@ def carried_by_triton(narrow, wide, segments):
     query, key, value, output_gradient = narrow
     log_decay, beta, state, last_gradient = wide
     first, last = pallas_triton._document_bounds(document_starts(segments))
-    call = pallas_triton._Calls(SETTINGS, query, value, log_decay)
+    call = launches.Launches(SETTINGS, query, value, log_decay)
     products, inverse, *_, parts = call.prepare(query, key, value, log_decay, beta, first, last)
     forward = parts.from_state, parts.from_value, parts.reading, parts.writing, parts.kept, products, state
     both = parts, products, inverse, value, beta, output_gradient, state, last_gradient
@@ -178,7 +179,7 @@ def prepared_by_triton(narrow, wide, segments, form=None):
     (query, key, value, _), (decay, beta, *_) = narrow, wide
     decay, *of_gate = gate_of(form, decay) if form else (decay,)
     first, last = pallas_triton._document_bounds(document_starts(segments))
-    call = pallas_triton._Calls(SETTINGS, query, value, decay, form)
+    call = launches.Launches(SETTINGS, query, value, decay, form)
     arguments = query, key, value, decay, beta, first, last, *of_gate
     products, inverse, sums, _, parts = call.prepare(*arguments)
     return arguments, (products, inverse, sums, *parts)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import launcher
-from pallas_kernels.linear_attention import pallas_triton, reference
+from pallas_kernels.linear_attention import launches, pallas_triton, reference
 from pallas_kernels.linear_attention.api import delta_rule
 from pallas_kernels.linear_attention.documents import document_starts
 from pallas_kernels.linear_attention.gates import DecayGate, Form
 
-SETTINGS = pallas_triton.Settings(interpret=True, prepare_columns=8, gradient_columns=8, scan_width=8)
+SETTINGS = launches.Settings(interpret=True, prepare_columns=8, gradient_columns=8, scan_width=8)
 NAMES = ("output", "state", "query", "key", "value", "log_decay", "beta", "initial_state")
 GATED = (*NAMES[:5], "raw", "log_rate", "bias", *NAMES[6:])
 # Log decay of each token and channel: as bounded in Kimi-K3, hardly any, anything, and none or all at once.
@@ -254,7 +254,7 @@ def test_chunks_with_deep_tokens_alone_are_done_again(is_gated, monkeypatch):
 
     @jax.jit
     def evaluate():
-        call = pallas_triton._Calls(SETTINGS, query, value, decay, form)
+        call = launches.Launches(SETTINGS, query, value, decay, form)
         prepared = call.prepare(query, key, value, decay, beta, *bounds, *of_gate)
         products, inverse, sums, depths, parts = prepared
         both = parts, products, inverse, value, beta, gradient, state, last.astype(jnp.float32)
@@ -267,10 +267,10 @@ def test_chunks_with_deep_tokens_alone_are_done_again(is_gated, monkeypatch):
         share = jnp.asarray([[0.01, 1], [1, 0.01]])[..., None, None]
         halves = jnp.moveaxis(depths.of_tokens[None] * share, 2, 3)
         worthless = *jax.tree.map(jnp.zeros_like, (products, inverse, sums, list(parts))), halves
-        monkeypatch.setattr(pallas_triton, "_prepare_on_hopper", lambda *_: worthless)
+        monkeypatch.setattr(launches, "_prepare_on_hopper", lambda *_: worthless)
         worthless_gradients = [jnp.zeros_like(gradient) for gradient in gradients]
         worthless_gradients[2] = decay if is_gated else sums  # as it was
-        monkeypatch.setattr(pallas_triton, "_gradients_on_hopper", lambda *_: worthless_gradients)
+        monkeypatch.setattr(launches, "_gradients_on_hopper", lambda *_: worthless_gradients)
         again = call.prepare(query, key, value, decay, beta, *bounds, *of_gate)
         tokens = *tokens[:3], again[3], *tokens[4:]
         is_deep, again = again[3].is_deep, (*again[:3], again[3]._replace(is_deep=None), again[4])
@@ -299,7 +299,7 @@ def test_rows_are_split_only_where_few_heads_leave_the_gpu_idle(monkeypatch):
     def pieces(length, heads):
         found = []
         array = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
-        calls = lambda array: pallas_triton._Calls(pallas_triton.Settings(pieces=None), array, array, array)  # noqa: E731
+        calls = lambda array: launches.Launches(launches.Settings(pieces=None), array, array, array)  # noqa: E731
         jax.eval_shape(lambda array: found.append(calls(array).pieces), array)
         return found[0]
 
@@ -344,11 +344,11 @@ def test_the_choice_of_the_plain_form_is_logged_once(caplog):
 @pytest.mark.parametrize(
     ("by_channel", "key_heads", "settings", "kind"),
     [
-        (True, 2, pallas_triton.Settings(), None),
-        (True, 2, pallas_triton.Settings(), "bounded"),
-        (True, 1, pallas_triton.Settings(), "softplus"),
-        (False, 1, pallas_triton.Settings(), None),
-        (False, 1, pallas_triton.Settings(pieces=2), None),
+        (True, 2, launches.Settings(), None),
+        (True, 2, launches.Settings(), "bounded"),
+        (True, 1, launches.Settings(), "softplus"),
+        (False, 1, launches.Settings(), None),
+        (False, 1, launches.Settings(pieces=2), None),
     ],
 )
 def test_kernels_compile_without_a_gpu_inside_a_checked_shard_map(
@@ -431,7 +431,7 @@ def test_results_of_blocks_that_take_many_chunks_on_a_gpu(by_channel, key_heads,
 @pytest.mark.parametrize("pieces", [4, 16])
 @pytest.mark.parametrize(("by_channel", "key_heads"), [(True, 2), (False, 4)])
 def test_a_row_split_over_a_gpu_is_near_float64_and_bitwise_repeatable(by_channel, key_heads, pieces):
-    rule = functools.partial(pallas_triton.delta_rule, settings=pallas_triton.Settings(pieces=pieces))
+    rule = functools.partial(pallas_triton.delta_rule, settings=launches.Settings(pieces=pieces))
     check_on_a_gpu(rule, (2048,), by_channel, key_heads)
 
 
